@@ -1,0 +1,39 @@
+"""One wrapt post-import hook a target module: sites are bound as sglang imports their modules, never by importing them."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+from lora_fastpath.registry import Registry, Site, State
+from lora_fastpath.settings import Settings
+
+
+def install(registry: Registry, settings: Settings) -> None:
+    """Hook the modules of the selected sites; a module that is imported already is bound at once.
+
+    Raises ImportError without wrapt, LoraFastpathError in strict mode.
+    """
+    import wrapt
+
+    registry.strict = settings.strict
+    for name in registry.entries:
+        if name not in settings.sites:
+            registry.deselect(name, settings.selection)
+    for name, entry in registry.entries.items():
+        missing = [needed for needed in entry.site.requires if needed not in settings.sites]
+        if entry.state is State.PENDING and missing:
+            registry.decline(
+                name, f"needs site {missing[0]}, which LORA_FASTPATH_SITES={settings.selection} leaves out"
+            )
+    waiting: dict[str, list[Site]] = {}
+    for entry in registry.entries.values():
+        if entry.state is State.PENDING:
+            waiting.setdefault(entry.site.module, []).append(entry.site)
+    for module, sites in waiting.items():
+        wrapt.register_post_import_hook(functools.partial(_imported, registry, sites), module)
+
+
+def _imported(registry: Registry, sites: list[Site], module: ModuleType) -> None:
+    for site in sites:
+        registry.bind(site, module)

@@ -1,0 +1,44 @@
+"""The sites: what is wrapped, for which releases, and what the wrapped functions have to look like. Data alone."""
+
+from __future__ import annotations
+
+from lora_fastpath.registry import Site
+
+RELEASES = ">=0.5.12,<0.5.13"
+LAYERS = "sglang.srt.lora.layers"
+MANAGER = "sglang.srt.lora.lora_manager"
+
+
+def _dense(name: str, layer: str, *forward: str) -> Site:
+    return Site(
+        name=name,
+        module=LAYERS,
+        targets={f"{layer}.forward": ("self", *forward), f"{layer}.apply_lora": ("self", "base_output", "x")},
+        releases=RELEASES,
+        patch=f"lora_fastpath.patches.{name}",
+        requires=("adapters",),
+    )
+
+
+SITES = (
+    Site(
+        name="adapters",
+        module=MANAGER,
+        targets={
+            "LoRAManager.init_state": ("self", "max_lora_rank", "target_modules", "lora_paths"),
+            "LoRAManager.init_cuda_graph_batch_info": ("self", "max_bs_in_cuda_graph", "num_tokens_per_bs"),
+            "LoRAManager.prepare_lora_batch": ("self", "forward_batch"),
+        },
+        releases=RELEASES,
+        patch="lora_fastpath.patches.adapters",
+        differs=(
+            "stock's csgmv backend freezes the number of segments into a CUDA graph and then skips adapters; stock gives "
+            "slot 0 to requests whose adapter is unknown or of rank 0: here every row gets its own adapter, or none"
+        ),
+    ),
+    _dense("qkv", "QKVParallelLinearWithLoRA", "input_"),
+    _dense("merged", "MergedColumnParallelLinearWithLoRA", "input_"),
+    _dense("column", "ColumnParallelLinearWithLoRA", "input_"),
+    _dense("row", "RowParallelLinearWithLoRA", "input_", "skip_all_reduce", "forward_batch"),
+    _dense("replicated", "ReplicatedLinearWithLoRA", "x"),
+)

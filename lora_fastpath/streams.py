@@ -1,0 +1,77 @@
+"""Side streams: where a shrink runs beside the base layer.
+
+There is one lane for each stream that calls a LoRA layer, because models run some layers on a second stream of their own
+and sharing a side stream (or its scratch) would order or race what is independent. A stream must not be created inside a
+graph capture, so spare lanes are made ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+ARRIVALS = 16384
+"""Counters a lane holds for split-K launches (64 KiB); see kernels/shrink.py."""
+
+SPARE_LANES = 4
+
+
+class Lane:
+    """The side stream, its two events and its counters, for one calling stream. On the CPU everything is in line."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+        self.forked = False
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._side = torch.cuda.Stream(device)
+            self._fork = torch.cuda.Event()
+            self._join = torch.cuda.Event()
+
+    def fork(self) -> None:
+        """Mark the point that work on the side stream has to wait for: the layer's input is ready."""
+        if self._cuda:
+            self._fork.record()
+        self.forked = True
+
+    @contextlib.contextmanager
+    def side(self) -> Iterator[None]:
+        """Run the body on the side stream, from the fork on, and join it back afterwards.
+
+        Tensors that the body writes must have been allocated outside it, on the calling stream: what the side stream's
+        own pool hands out could be reused under graph replay before the calling stream has read it.
+        """
+        if not self._cuda:
+            yield
+            return
+        main = torch.cuda.current_stream()
+        self._side.wait_event(self._fork)
+        with torch.cuda.stream(self._side):
+            yield
+            self._join.record()
+        main.wait_event(self._join)
+
+
+class Lanes:
+    """All lanes of one device, by calling stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_stream: dict[int, Lane] = {}
+        self._spare = [Lane(device) for _ in range(SPARE_LANES)]
+
+    def current(self) -> Lane:
+        """The calling stream's lane. RuntimeError when a capture needs more lanes than were made ahead."""
+        key = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        lane = self._by_stream.get(key)
+        if lane is None:
+            if self._spare:
+                lane = self._spare.pop()
+            elif self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"{SPARE_LANES} spare side streams are used up inside one graph capture")
+            else:
+                lane = Lane(self._device)
+            self._by_stream[key] = lane
+        return lane
