@@ -1,0 +1,175 @@
+"""Site `adapters`: LoRAManager. Which adapter each row of a batch uses, on the device, once a step.
+
+Wraps the end of the manager's construction (adapter buffers have their final addresses, the KV cache is not sized yet:
+the moment to self-check and allocate), the announcement of CUDA graphs (static tables) and the preparation of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lora_fastpath import gate, report, selfcheck, settings, stock
+from lora_fastpath.kernels import tiles as tiling
+from lora_fastpath.patches import dense
+from lora_fastpath.registry import registry
+from lora_fastpath.streams import Lanes
+
+
+@dataclasses.dataclass
+class Batch:
+    """What the layers need to know of the batch that runs next."""
+
+    path: gate.Path
+    reason: str
+    rows: int
+    launch: dense.Launch
+    tables: dict[int, torch.Tensor]  # rows a tile -> int32 tile table, see kernels/tiles.py
+
+
+class AdapterMap:
+    """The tile tables of one LoRAManager: static ones for graphs, fresh ones for any other batch."""
+
+    def __init__(self, manager: Any) -> None:
+        self.lanes = Lanes(manager.device)
+        self.batch: Batch | None = None
+        self._stock_reason = stock.needs_stock_batch(manager)
+        self._prepare_stock: Callable[[], None] = lambda: None
+        self._manager = manager
+        self._static: dict[int, torch.Tensor] = {}
+        self._static_host = torch.empty(0, dtype=torch.int32)
+        self._static_rows = 0
+        self._static_content: tuple | None = None
+
+    @property
+    def prepares_stock(self) -> bool:
+        """True when sglang prepares its own metadata each step too, because one of its LoRA kernels may run."""
+        return bool(self._stock_reason)
+
+    def fall_back(self, reason: str) -> None:
+        """From now on sglang's kernels may run: prepare their metadata, for the current batch too."""
+        if not self._stock_reason:
+            self._stock_reason = reason
+            self._prepare_stock()
+
+    def allocate_static(self, rows: int) -> None:
+        """Tables for graphs of up to `rows` rows; a later, larger announcement replaces them (before its capture)."""
+        if rows <= self._static_rows:
+            return
+        self._static_rows = rows
+        self._static_host, views = self._new_tables(rows, dense.TILE_ROWS)
+        buffer = self._static_host.to(self._manager.device)
+        self._static_buffer = buffer
+        self._static = _split(buffer, views)
+        self._static_content = None
+
+    def prepare(self, forward_batch: Any, prepare_stock: Callable[[], None]) -> None:
+        """Fill the tables for this batch and choose its path."""
+        self.batch, self._prepare_stock = None, prepare_stock
+        slots, adapters = stock.request_slots(self._manager, forward_batch)
+        per_request = stock.rows_per_request(forward_batch)
+        rows = int(per_request.sum())
+        static = stock.may_replay(self._manager, forward_batch) and rows <= self._static_rows
+        capturing = stock.capturing()
+        path, reason = gate.choose(
+            rows=rows,
+            active=bool(adapters),
+            decode=stock.is_decode_shaped(forward_batch),
+            capturing=capturing,
+            nolora_graph=capturing and stock.nolora_graph(),
+            max_tokens=settings.current().max_tokens,
+        )
+        launch = dense.launch_for(rows)
+        sizes = {launch.shrink_rows, launch.expand_rows}
+        tables: dict[int, torch.Tensor] = {}
+        if static:
+            tables = {size: self._static[size][: self._lines(rows, size)] for size in sizes}
+            content = (tuple(slots), tuple(per_request.tolist()), tuple(sorted(adapters.items())))
+            if content != self._static_content:  # most decode steps have the requests of the step before
+                host, views = self._new_tables(self._static_rows, dense.TILE_ROWS)
+                self._fill(host, views, slots, per_request, adapters)
+                self._static_buffer.copy_(host, non_blocking=True)
+                self._static_content = content
+        elif path is not gate.Path.BASE:
+            host, views = self._new_tables(rows, sizes)
+            self._fill(host, views, slots, per_request, adapters)
+            tables = _split(host.to(self._manager.device, non_blocking=True), views)
+        self.batch = Batch(path, reason, rows, launch, tables)
+
+    def _lines(self, rows: int, size: int) -> int:
+        return tiling.max_tiles(min(rows, dense.LARGEST_BATCH_OF_TILES[size]), self._manager.max_loras_per_batch, size)
+
+    def _new_tables(self, rows: int, tile_rows: set[int]) -> tuple[torch.Tensor, dict[int, tuple[int, int, int]]]:
+        """A host buffer for all tables of a batch of `rows` rows, and each table's (start, lines, words a line).
+
+        Pinned and fresh every time: the copy to the device runs while the host prepares the next step, and the caching
+        host allocator gives the memory back only when the copy has ended.
+        """
+        views, end = {}, 0
+        for size in sorted(tile_rows):
+            lines = self._lines(rows, size)
+            views[size] = (end, lines, tiling.HEADER + size)
+            end += lines * (tiling.HEADER + size)
+        cuda = self._manager.device.type == "cuda"
+        return torch.full((end,), tiling.NO_ADAPTER, dtype=torch.int32, pin_memory=cuda), views
+
+    def _fill(self, host: torch.Tensor, views: dict, slots: list[int], per_request: np.ndarray, adapters: dict) -> None:
+        count = self._manager.max_loras_per_batch
+        ranks, scalings = np.zeros(count, np.int32), np.zeros(count, np.float32)
+        for slot, (rank, scaling) in adapters.items():
+            ranks[slot], scalings[slot] = rank, scaling
+        row_slots = np.repeat(np.asarray(slots, np.int32), per_request)
+        for size, table in _split(host, views).items():
+            if len(row_slots) <= dense.LARGEST_BATCH_OF_TILES[size]:
+                tiling.build_tiles(row_slots, ranks, scalings, size, table.numpy())
+
+
+def _split(buffer: torch.Tensor, views: dict[int, tuple[int, int, int]]) -> dict[int, torch.Tensor]:
+    return {size: buffer[start : start + lines * width].view(lines, width) for size, (start, lines, width) in views.items()}
+
+
+def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
+    wrapped(*args, **kwargs)
+    reason = selfcheck.supported_device(manager.device)
+    if not reason and manager.lora_backend.name not in stock.BACKENDS:
+        reason = f"lora_backend is {manager.lora_backend.name}, the overlay serves {' and '.join(stock.BACKENDS)}"
+    if reason:
+        registry.decline("adapters", reason)
+        return
+    adapter_map = AdapterMap(manager)
+    dense.attach(stock.lora_layers(manager), adapter_map)
+    manager.lora_fastpath = adapter_map
+
+
+def init_cuda_graph_batch_info(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
+    wrapped(*args, **kwargs)
+    adapter_map = getattr(manager, "lora_fastpath", None)
+    if adapter_map is not None:
+        most = dict(zip(("max_bs_in_cuda_graph", "num_tokens_per_bs"), args)) | kwargs
+        adapter_map.allocate_static(most["max_bs_in_cuda_graph"] * most["num_tokens_per_bs"])
+
+
+def prepare_lora_batch(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
+    adapter_map = getattr(manager, "lora_fastpath", None)
+    if adapter_map is None or adapter_map.prepares_stock:
+        wrapped(*args, **kwargs)
+    if adapter_map is None:
+        return
+    forward_batch = args[0] if args else kwargs["forward_batch"]
+    try:
+        adapter_map.prepare(forward_batch, lambda: wrapped(*args, **kwargs))
+    except Exception as error:  # noqa: BLE001 - whatever it is, sglang's kernels can serve the batch
+        if not adapter_map.prepares_stock:
+            report.line(f"a batch that the overlay cannot map ({error}) is served by stock sglang; please report it")
+        adapter_map.fall_back(str(error))
+
+
+WRAPPERS = {
+    "LoRAManager.init_state": init_state,
+    "LoRAManager.init_cuda_graph_batch_info": init_cuda_graph_batch_info,
+    "LoRAManager.prepare_lora_batch": prepare_lora_batch,
+}

@@ -1,0 +1,253 @@
+"""What the five dense sites share: launch settings, the two halves of a delta, and the wrappers of sglang's layers.
+
+sglang's `forward` stays in charge (bias, gather, skip-bias, reduction). Two of its methods are wrapped:
+
+    forward      marks the point where the layer's input is ready, then runs sglang's own
+    apply_lora   is called by it once the base GEMM is queued: shrink on the side stream from that mark on, join, expand
+                 into the base output
+
+The base GEMM is queued before the shrink on purpose: it then gets the SMs it wants at once, and the shrink runs on what
+is left. Queued first, a shrink of 3 us held up the one-wave GEMM by as much (H200, 256 rows of Qwen3-8B: 7 us a layer).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from lora_fastpath import selfcheck, stock
+from lora_fastpath.gate import Path
+from lora_fastpath.kernels.expand import MAX_SLICES, expand
+from lora_fastpath.kernels.shrink import shrink
+from lora_fastpath.registry import registry
+from lora_fastpath.streams import ARRIVALS, Lane
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_RANK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Kernel settings for batches of up to `rows` rows, measured on an H200 (benchmarks/dense_layers.py)."""
+
+    rows: int
+    shrink_rows: int  # rows a tile
+    shrink_columns: int  # most columns of h a block
+    shrink_k: int  # K a step
+    part_k: int  # K a block; the split follows from it
+    expand_rows: int
+    expand_columns: int
+
+
+LAUNCHES = (
+    Launch(rows=4, shrink_rows=1, shrink_columns=16, shrink_k=256, part_k=512, expand_rows=1, expand_columns=64),
+    Launch(rows=64, shrink_rows=16, shrink_columns=16, shrink_k=256, part_k=512, expand_rows=16, expand_columns=64),
+    Launch(rows=512, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=512, expand_rows=32, expand_columns=64),
+    Launch(rows=4096, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=2048, expand_rows=64, expand_columns=128),
+    Launch(rows=2**62, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=2**62, expand_rows=64, expand_columns=128),
+)
+
+TILE_ROWS = {size for launch in LAUNCHES for size in (launch.shrink_rows, launch.expand_rows)}
+LARGEST_BATCH_OF_TILES = {
+    size: max(launch.rows for launch in LAUNCHES if size in (launch.shrink_rows, launch.expand_rows))
+    for size in TILE_ROWS
+}
+
+
+SITE_OF_LAYER = {
+    "QKVParallelLinearWithLoRA": "qkv",
+    "MergedColumnParallelLinearWithLoRA": "merged",
+    "ColumnParallelLinearWithLoRA": "column",
+    "RowParallelLinearWithLoRA": "row",
+    "ReplicatedLinearWithLoRA": "replicated",
+}
+
+
+class Unfit(ValueError):
+    """A layer that the dense kernels do not serve, with the reason."""
+
+
+def launch_for(rows: int) -> Launch:
+    return next(launch for launch in LAUNCHES if rows <= launch.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """One LoRA layer as the kernels see it; attached to sglang's layer as `lora_fastpath`."""
+
+    site: str
+    adapter_map: Any  # patches.adapters.AdapterMap of the layer's manager
+    a: torch.Tensor  # [slots, slices * R, K]
+    b: torch.Tensor  # [slots, N, R]
+    ends: tuple[int, ...]  # of the slices, in columns of the output
+    pdl: bool  # programmatic dependent launch, compute capability 9.0 and later
+
+    @property
+    def shape(self) -> tuple:
+        """What the compiled kernels depend on: layers with equal shapes share one self-check."""
+        return (self.site, self.a.shape, self.b.shape, self.ends, self.a.dtype)
+
+
+def add_delta(projection: Projection, launch: Launch, tables: dict, lane: Lane, x: torch.Tensor, y: torch.Tensor) -> None:
+    """y += the LoRA delta of x, in place; the shrink runs beside what was queued since the lane was forked.
+
+    x: [T, K], y: [T, >= N], dtype of the adapters. Raises what a launch raises, before anything is written to y.
+    """
+    slices, rows, k = len(projection.ends), x.shape[0], x.shape[1]
+    tiles = tables[launch.shrink_rows]
+    columns = projection.a.shape[1]
+    block_n = min(launch.shrink_columns, max(16, 1 << (columns - 1).bit_length()))
+    parts_wanted = max(1, k // launch.part_k)
+    if len(tiles) * -(-columns // block_n) > ARRIVALS:
+        parts_wanted = 1
+    h = x.new_empty((rows, columns))
+    parts = x.new_empty((parts_wanted, rows, columns), dtype=torch.float32) if parts_wanted > 1 else None
+
+    def run_shrink() -> None:
+        shrink(
+            x, projection.a, tiles, h, parts, lane.arrivals, slices=slices, block_n=block_n, block_k=launch.shrink_k
+        )  # fmt: skip
+
+    if lane.forked:
+        with lane.side():
+            run_shrink()
+    else:
+        run_shrink()
+    expand(
+        h,
+        projection.b,
+        tables[launch.expand_rows],
+        y,
+        ends=projection.ends,
+        block_n=launch.expand_columns,
+        pdl=projection.pdl,
+    )
+
+
+def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """Column, qkv, merged, replicated and (without a reduction) row: sglang's forward with the fork marked before it."""
+    projection = getattr(layer, "lora_fastpath", None)
+    batch = projection.adapter_map.batch if projection is not None else None
+    if batch is None or batch.path is not Path.TWO_STREAMS or torch.compiler.is_compiling():
+        return wrapped(*args, **kwargs)
+    lane = projection.adapter_map.lanes.current()
+    lane.fork()
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        lane.forked = False
+
+
+def apply_lora(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """sglang calls this with the base output queued; it returns the same tensor with the delta added."""
+    projection = getattr(layer, "lora_fastpath", None)
+    if projection is None or torch.compiler.is_compiling():
+        return wrapped(*args, **kwargs)
+    y, x = _arguments(*args, **kwargs)
+    adapter_map = projection.adapter_map
+    batch = adapter_map.batch
+    if batch is None:
+        return wrapped(*args, **kwargs)
+    if batch.path is Path.BASE:
+        return y
+    reason = _unfit(projection, batch.rows, x, y)
+    if not reason:
+        try:
+            add_delta(projection, batch.launch, batch.tables, adapter_map.lanes.current(), x, y)
+            return y
+        except Exception as error:  # noqa: BLE001 - the base output is untouched, so stock can still add its delta
+            reason = f"{type(error).__name__}: {error}"
+    adapter_map.fall_back(reason)
+    registry.decline(projection.site, reason, failed=True)
+    return wrapped(*args, **kwargs)
+
+
+def _arguments(base_output: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return base_output, x
+
+
+def _unfit(projection: Projection, rows: int, x: torch.Tensor, y: torch.Tensor) -> str:
+    """Why these tensors can't be served, or "": the kernels index rows and columns without asking again."""
+    if x.dim() != 2 or y.dim() != 2 or x.shape[0] != y.shape[0] or x.shape[0] < rows:
+        return f"input {tuple(x.shape)} and output {tuple(y.shape)} do not hold the batch's {rows} rows"
+    if x.shape[1] != projection.a.shape[2] or y.shape[1] < projection.ends[-1]:
+        return f"input {tuple(x.shape)} or output {tuple(y.shape)} is narrower than the adapters"
+    if x.dtype != projection.a.dtype or y.dtype != projection.a.dtype:
+        return f"input is {x.dtype} and output {y.dtype}, the adapters are {projection.a.dtype}"
+    if x.stride(1) != 1 or y.stride(1) != 1:
+        return "input or output columns are not adjacent in memory"
+    return ""
+
+
+def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: Any) -> None:
+    """Give every dense LoRA layer its Projection, each distinct shape self-checked first.
+
+    A layer that does not fit takes its whole site back to stock: half a site would be hard to reason about.
+    """
+    checked: dict[tuple, str] = {}
+    for name, layer in layers:
+        site = SITE_OF_LAYER.get(type(layer).__name__)
+        if site is None:
+            continue
+        if not registry.is_bound(site):
+            adapter_map.fall_back(f"site {site} is off")
+            continue
+        try:
+            projection = _projection(site, layer, adapter_map)
+            if projection.shape not in checked:
+                checked[projection.shape] = self_check(projection)
+            reason, failed = checked[projection.shape], True
+        except Unfit as error:
+            reason, failed = str(error), False
+        except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
+            reason, failed = f"self-check: {type(error).__name__}: {error}", True
+        if reason:
+            adapter_map.fall_back(reason)
+            registry.decline(site, f"{name}: {reason}", failed=failed)
+        else:
+            layer.lora_fastpath = projection
+
+
+def _projection(site: str, layer: torch.nn.Module, adapter_map: Any) -> Projection:
+    if not layer.set_lora:
+        raise Unfit("sglang gave the layer no adapter buffers")
+    a, b = stock.adapter_buffers(layer)
+    ends = stock.slice_ends(layer)
+    if a.dtype not in DTYPES:
+        raise Unfit(f"adapters are {a.dtype}, the kernels take bfloat16 and float16")
+    if len(ends) > MAX_SLICES:
+        raise Unfit(f"{len(ends)} slices, the kernels take {MAX_SLICES}")
+    rank = b.shape[2]
+    if not 1 <= rank <= MAX_RANK:
+        raise Unfit(f"--max-lora-rank is {rank}, the kernels take 1 to {MAX_RANK}")
+    if a.shape[1] != len(ends) * rank or b.shape[1] < ends[-1] or a.stride(2) != 1 or b.stride(2) != 1:
+        raise Unfit(f"buffers {tuple(a.shape)} and {tuple(b.shape)} do not hold {len(ends)} slices of rank {rank}")
+    pdl = a.is_cuda and torch.cuda.get_device_capability(a.device) >= (9, 0)
+    return Projection(site, adapter_map, a, b, ends, pdl)
+
+
+def self_check(projection: Projection) -> str:
+    """Run every launch setting at this layer's real shape against float64; the first miss in words, or "".
+
+    Three adapters of unequal rank, rows without one between them, NaN wherever a kernel must not read.
+    """
+    device, (k, rank, n) = projection.a.device, (projection.a.shape[2], projection.b.shape[2], projection.ends[-1])
+    ranks = (rank, max(1, rank // 2), max(1, rank - 1))
+    for launch in LAUNCHES:
+        rows = max(launch.shrink_rows, launch.expand_rows) + 3
+        case = selfcheck.make_case(rows, k, projection.ends, ranks, rank, projection.a.dtype, device)
+        tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+        candidate = dataclasses.replace(projection, a=case.a, b=case.b)
+        y = case.y.clone()
+        lane = projection.adapter_map.lanes.current()
+        lane.fork()
+        try:
+            add_delta(candidate, launch, tables, lane, case.x, y)
+        finally:
+            lane.forked = False
+        miss = selfcheck.compare(y, case)
+        if miss:
+            return f"self-check at {rows} rows, K {k}, N {n}, rank {rank}: {miss}"
+    return ""
