@@ -1,0 +1,112 @@
+"""Decode steps of a real LoRAManager with the overlay on: graphs captured with no adapter, replayed with any.
+
+    LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/gpu/replay_steps.py csgmv --steps 2000
+
+Every step draws a batch size, adapters (with unknown ones and none), sometimes loads or unloads one, and compares the
+replay with the same batch run eagerly, and now and then with float64. On the CPU there are no graphs: eager steps alone.
+Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import toy_manager as toy
+
+BATCHES = (1, 2, 4, 8, 16, 24)
+SLOTS = 4
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("backend", choices=("csgmv", "triton"))
+    arguments.add_argument("--steps", type=int, default=2000)
+    arguments.add_argument("--check-every", type=int, default=25, help="steps between comparisons with float64")
+    args = arguments.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    torch.set_default_device(device)
+    toy.start_sglang(device)
+    torch.manual_seed(0)
+    model = toy.Toy(dtype)
+    torch.set_default_device("cpu")
+    ranks = {"a": 8, "b": 16, "c": 3, "d": 16, "e": 1, "f": 12}
+    manager = toy.make_manager(model, args.backend, SLOTS, ranks, dtype)
+    rng = random.Random(0)
+    x = {m: torch.zeros(m, toy.Toy.hidden, dtype=dtype, device=device) for m in BATCHES}
+    graphs, outputs = {}, {}
+    with torch.inference_mode():
+        if device == "cuda":
+            graphs, outputs = capture(model, manager, x)
+        unequal, worst, moved = 0, 0.0, 0.0
+        for step in range(args.steps):
+            live = rng.randint(1, BATCHES[-1])
+            padded = next(m for m in BATCHES if m >= live)
+            names = rng.sample(list(ranks), rng.randint(0, SLOTS - 1))
+            uids = [rng.choice([*names, None, "nobody"]) for _ in range(live)]
+            x[padded].normal_()
+            known = {uid for uid in uids if uid != "nobody"}
+            manager.fetch_new_loras(known)
+            if device == "cuda":
+                manager.prepare_lora_batch(toy.decode_batch(uids))
+                graphs[padded].replay()
+                replayed = outputs[padded].clone()
+            manager.prepare_lora_batch(toy.decode_batch(uids + [None] * (padded - live)))
+            eager = model(x[padded])
+            if device == "cuda" and not torch.equal(replayed[:live], eager[:live]):
+                unequal += 1
+            if step % args.check_every == 0:
+                ids = [None if uid == "nobody" else uid for uid in uids]
+                right = toy.expected(model, manager, ids, [1] * live, x[padded][:live])
+                base = toy.expected(model, manager, [None] * live, [1] * live, x[padded][:live])
+                worst = max(worst, ((eager[:live].double() - right).norm() / right.norm()).item())
+                if any(ids):
+                    moved = max(moved, ((base - right).norm() / right.norm()).item())
+        prefill = check_prefill(model, manager, rng, device, dtype)
+    from lora_fastpath.registry import registry
+
+    sites = {name: entry.state.name.lower() for name, entry in registry.entries.items()}
+    facts = {"steps": args.steps, "graphs": len(graphs), "unequal": unequal, "error": worst, "moved": moved}
+    print(json.dumps(facts | {"prefill_error": prefill, "stock_prepared": manager.lora_fastpath.prepares_stock, "sites": sites}))
+
+
+def capture(model, manager, x: dict[int, torch.Tensor]) -> tuple[dict, dict]:
+    """One graph for each batch size, recorded as sglang does: on a stream of its own, no adapter active."""
+    from sglang.srt.model_executor import cuda_graph_runner
+
+    manager.init_cuda_graph_batch_info(max_bs_in_cuda_graph=max(x), num_tokens_per_bs=1)
+    graphs, outputs, stream = {}, {}, torch.cuda.Stream()
+    with cuda_graph_runner.model_capture_mode(), torch.cuda.stream(stream):
+        for m in sorted(x, reverse=True):
+            manager.prepare_lora_batch(toy.decode_batch([None] * m))
+            for _ in range(2):
+                model(x[m])
+            torch.cuda.synchronize()
+            graphs[m] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[m], stream=stream):
+                outputs[m] = model(x[m])
+    return graphs, outputs
+
+
+def check_prefill(model, manager, rng: random.Random, device: str, dtype: torch.dtype) -> float:
+    """Largest relative error of prefill batches against float64, over and under the two-stream limit."""
+    worst = 0.0
+    for lengths in ([3], [5, 40, 1], [70, 2, 90]) if device == "cpu" else ([3], [5, 40, 1], [300, 7, 300], [5000, 1]):
+        uids = [rng.choice(["a", "b", "c", None]) for _ in lengths[:-1]] + ["a"]
+        manager.fetch_new_loras(set(uids))
+        manager.prepare_lora_batch(toy.extend_batch(uids, lengths, device))
+        x = torch.randn(sum(lengths), toy.Toy.hidden, device=device).to(dtype)
+        right = toy.expected(model, manager, uids, lengths, x)
+        worst = max(worst, ((model(x).double() - right).norm() / right.norm()).item())
+    return worst
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Each dense kernel once at small and odd shapes: what compute-sanitizer is pointed at.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from lora_fastpath import selfcheck
+from lora_fastpath.patches import dense
+from lora_fastpath.streams import Lanes
+
+LANES = Lanes(torch.device("cuda"))
+for launch in dense.LAUNCHES:
+    for k, ends, ranks, rank in ((1024, (96,), (8, 3, 0), 8), (1100, (100, 132, 164), (128, 1, 16), 128)):
+        rows = max(launch.shrink_rows, launch.expand_rows) + 3
+        case = selfcheck.make_case(rows, k, ends, ranks, rank, torch.bfloat16, "cuda")
+        projection = dense.Projection("qkv", types.SimpleNamespace(lanes=LANES), case.a, case.b, ends, pdl=True)
+        tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+        for two_streams in (False, True):
+            y = case.y.clone()
+            lane = LANES.current()
+            if two_streams:
+                lane.fork()
+            dense.add_delta(projection, launch, tables, lane, case.x, y)
+            lane.forked = False
+            torch.cuda.synchronize()
+            miss = selfcheck.compare(y, case)
+            print(f"up to {launch.rows} rows, K {k}, ends {ends}, two streams {two_streams}: {miss or 'ok'}")
+            assert not miss

@@ -1,0 +1,33 @@
+"""Thousands of decode steps under CUDA graphs while adapters, lengths and batch sizes change (see replay_steps.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["csgmv", "triton"])
+def test_replay_equals_eager_and_float64(backend):
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests/gpu/replay_steps.py"), backend, "--steps", "2000"],
+        env=os.environ | {"LORA_FASTPATH": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    facts = json.loads(run.stdout.splitlines()[-1])
+    assert facts["graphs"] == 6 and facts["unequal"] == 0
+    assert facts["moved"] > 0.2, "the adapters do not matter, so the test shows nothing"
+    assert facts["error"] < 2e-2 and facts["prefill_error"] < 2e-2
+    assert {facts["sites"][site] for site in ("adapters", "qkv", "row", "merged")} == {"bound"}
+    assert not facts["stock_prepared"]

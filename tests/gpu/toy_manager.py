@@ -1,0 +1,157 @@
+"""A real LoRAManager of the installed sglang on a toy model of real sglang layers: no scheduler, no engine, any device.
+
+Run by test_replay.py in a process of its own, because the overlay's hooks have to be there before sglang is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import torch
+
+
+class Toy(torch.nn.Module):
+    """Two decoder layers' worth of projections, Qwen3-like: qkv, o, gate_up, down."""
+
+    hidden, heads, kv_heads, head_dim, intermediate = 256, 8, 2, 32, 384
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+        super().__init__()
+        self.config = types.SimpleNamespace(
+            hidden_size=self.hidden, num_hidden_layers=2, num_attention_heads=self.heads, vocab_size=512,
+            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
+        )  # fmt: skip
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList()
+        for _ in range(2):
+            layer = torch.nn.Module()
+            layer.self_attn, layer.mlp = torch.nn.Module(), torch.nn.Module()
+            layer.self_attn.qkv_proj = QKVParallelLinear(
+                self.hidden, self.head_dim, self.heads, self.kv_heads, bias=False, params_dtype=dtype
+            )
+            layer.self_attn.o_proj = RowParallelLinear(
+                self.heads * self.head_dim, self.hidden, bias=False, params_dtype=dtype
+            )
+            layer.mlp.gate_up_proj = MergedColumnParallelLinear(
+                self.hidden, [self.intermediate] * 2, bias=False, params_dtype=dtype
+            )
+            layer.mlp.down_proj = RowParallelLinear(self.intermediate, self.hidden, bias=False, params_dtype=dtype)
+            self.model.layers.append(layer)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.model.layers:
+            qkv, _ = layer.self_attn.qkv_proj(x)
+            o, _ = layer.self_attn.o_proj(qkv[:, : self.heads * self.head_dim].contiguous())
+            gate, up = layer.mlp.gate_up_proj(o)[0].chunk(2, -1)
+            down, _ = layer.mlp.down_proj(torch.nn.functional.silu(gate) * up)
+            x = torch.nn.functional.normalize(x + down, dim=-1) * self.hidden**0.5
+        return x
+
+
+def start_sglang(device: str) -> None:
+    """One rank of one, and server arguments as they are by default."""
+    from sglang.srt import server_args
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+
+    args = object.__new__(server_args.ServerArgs)
+    for field in dataclasses.fields(server_args.ServerArgs):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        setattr(args, field.name, None if default is dataclasses.MISSING else default)
+    args.enable_lora_overlap_loading = False
+    server_args.set_global_server_args_for_scheduler(args)
+    init_distributed_environment(
+        backend="nccl" if device == "cuda" else "gloo", world_size=1, rank=0, local_rank=0,
+        distributed_init_method="tcp://127.0.0.1:0",
+    )  # fmt: skip
+    initialize_model_parallel()
+    start_sglang.args = args
+
+
+def make_manager(model: Toy, backend: str, slots: int, ranks: dict[str, int], dtype: torch.dtype):
+    """A LoRAManager for `model` with one random adapter for each name in `ranks`, on every linear layer."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    manager = LoRAManager(
+        base_model=model, base_hf_config=model.config, max_loras_per_batch=slots, load_config=LoadConfig(), dtype=dtype,
+        server_args=start_sglang.args, lora_backend=backend, max_lora_rank=max(ranks.values()),
+        target_modules={"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+    )  # fmt: skip
+    width = {"q_proj": 256, "k_proj": 64, "v_proj": 64, "o_proj": 256, "gate_proj": 384, "up_proj": 384, "down_proj": 256}
+    for number, (name, rank) in enumerate(ranks.items()):
+        generator = torch.Generator().manual_seed(number)
+        tensors = {}
+        for layer in range(2):
+            for module, out in width.items():
+                part = "self_attn" if module[0] in "qkvo" else "mlp"
+                into = Toy.intermediate if module == "down_proj" else Toy.hidden
+                prefix = f"base_model.model.model.layers.{layer}.{part}.{module}"
+                tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, into, generator=generator) * into**-0.5
+                tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * rank**-0.5
+        config = {"r": rank, "lora_alpha": rank * 2, "target_modules": list(width), "peft_type": "LORA", "bias": "none"}
+        reference = LoRARef(lora_id=name, lora_name=name, lora_path=f"__{name}__", pinned=False)
+        result = manager.load_lora_adapter_from_tensors(reference, tensors, config)
+        assert result.success, result.error_message
+    return manager
+
+
+def decode_batch(uids: list[str | None]):
+    """A decode batch of one row a request, with the fields that LoRAManager reads."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return types.SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, batch_size=len(uids), lora_ids=uids, spec_info=None, return_logprob=False
+    )
+
+
+def extend_batch(uids: list[str | None], lengths: list[int], device: str):
+    """A prefill batch with `lengths[i]` rows for request i."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return types.SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND, batch_size=len(uids), lora_ids=uids, spec_info=None, return_logprob=False,
+        extend_seq_lens_cpu=lengths, extend_seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        extend_num_tokens=sum(lengths),
+    )  # fmt: skip
+
+
+def expected(model: Toy, manager, uids: list[str | None], lengths: list[int], x: torch.Tensor) -> torch.Tensor:
+    """The toy's output in float64, each row with its request's own adapter."""
+    owner = [uid for uid, length in zip(uids, lengths) for _ in range(length)]
+
+    def project(layer_id: int, name: str, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = x @ weight.double().T
+        for uid in {u for u in owner if u is not None and u in manager.loras}:
+            adapter = manager.loras[uid]
+            if adapter.config.r == 0:
+                continue
+            a, b = (
+                next(w for n, w in adapter.layers[layer_id].weights.items() if name in n and f"lora_{half}" in n)
+                for half in "AB"
+            )
+            a, b = (w.to(x.device, manager.dtype).double() for w in (a, b))
+            rows = torch.tensor([u == uid for u in owner], device=x.device)
+            slices = len(a) // adapter.config.r
+            widths = {"qkv_proj": (256, 64, 64), "gate_up_proj": (384, 384)}.get(name, (len(b),))
+            start = 0
+            for piece, wide in zip(range(slices), widths):
+                h = x[rows] @ a[piece * adapter.config.r : (piece + 1) * adapter.config.r].T
+                y[rows, start : start + wide] += adapter.scaling * h @ b[start : start + wide].T
+                start += wide
+        return y
+
+    x = x.double()
+    for i, layer in enumerate(model.model.layers):
+        weight = lambda module: module.base_layer.weight if hasattr(module, "base_layer") else module.weight
+        qkv = project(i, "qkv_proj", weight(layer.self_attn.qkv_proj), x)
+        o = project(i, "o_proj", weight(layer.self_attn.o_proj), qkv[:, :256])
+        gate, up = project(i, "gate_up_proj", weight(layer.mlp.gate_up_proj), o).chunk(2, -1)
+        down = project(i, "down_proj", weight(layer.mlp.down_proj), torch.nn.functional.silu(gate) * up)
+        x = torch.nn.functional.normalize(x + down, dim=-1) * Toy.hidden**0.5
+    return x
