@@ -3,48 +3,49 @@ if LORA_FASTPATH asks for it, activates the overlay. Nothing it does may keep an
 
 import os
 import sys
+from _frozen_importlib import module_from_spec  # importlib.util, where it is public, takes 7 ms to import
+from _frozen_importlib_external import PathFinder
 
 
-def _run_hidden(folder):
-    """Run the next sitecustomize on the path (a distribution's, a tracer's) as if ours were not there."""
-    from importlib.machinery import PathFinder
+def _run_hidden(path):
+    """Run the next sitecustomize on `path` (a distribution's, a tracer's), as if ours were not there.
 
-    spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.realpath(p or ".") != folder])
+    What it raises goes on to Python, which then reports it in its own words and starts all the same.
+    """
+    spec = PathFinder.find_spec("sitecustomize", path)
     if spec is None or spec.loader is None:
         return
-    from importlib.util import module_from_spec
-
-    module = module_from_spec(spec)
-    ours = sys.modules.get("sitecustomize")
-    sys.modules["sitecustomize"] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception:
-        if ours is not None:
-            sys.modules["sitecustomize"] = ours
-        raise
+    sys.modules["sitecustomize"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["sitecustomize"])
 
 
-def _leave_path(folder):
-    """Take our folder off sys.path: its `kernels`, `patches` and `tests` must not answer for packages of those names.
+def _activate():
+    """Activate, then take our folder off sys.path: its `kernels`, `patches` and `tests` are no top-level packages.
 
-    lora_fastpath stays importable once it has been imported; `python -m lora_fastpath` needs the folder to find it.
+    lora_fastpath stays importable where it has been imported; `python -m lora_fastpath` must still find it otherwise.
     """
-    if "lora_fastpath" in sys.modules or "lora_fastpath" not in sys.orig_argv[1:4]:
-        sys.path[:] = [p for p in sys.path if os.path.realpath(p or ".") != folder]
-
-
-def _main():
-    folder = os.path.dirname(os.path.realpath(__file__))
     try:
-        if any(os.environ.get(name, "0") != "0" for name in ("LORA_FASTPATH", "SGLANG_EXPERIMENTAL_LORA_OPTI")):
+        switch = os.environ.get("LORA_FASTPATH") or os.environ.get("SGLANG_EXPERIMENTAL_LORA_OPTI") or "0"
+        if switch != "0":
             from lora_fastpath.activation import activate
 
             activate()
     except Exception as error:
-        print(f"lora-fastpath: not active, stock sglang runs: {type(error).__name__}: {error}", file=sys.stderr)
-    _leave_path(folder)
-    _run_hidden(folder)
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        sys.stderr.write(
+            f"lora-fastpath: off, sglang runs as stock: {text} (put {_folder} right, or take it off PYTHONPATH)\n"
+        )
+    # While Python looks for a module to run, argv[0] is "-m" and the module's name stands before the arguments.
+    runs_us = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith("lora_fastpath")
+    if "lora_fastpath" in sys.modules or not runs_us:
+        sys.path[:] = _others
 
 
-_main()
+_folder = os.path.dirname(os.path.abspath(__file__))
+_ours = [os.path.realpath(entry) == os.path.realpath(_folder) for entry in sys.path]
+_others = [entry for entry, ours in zip(sys.path, _ours) if not ours]
+try:
+    # We hide what comes after us alone; before us may stand somebody who runs us because we are hidden by them.
+    _run_hidden(_others[_ours.index(True) if any(_ours) else 0 :])
+finally:
+    _activate()

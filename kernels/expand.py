@@ -1,12 +1,12 @@
 """Grouped expand: the second half of a LoRA delta, added into the base layer's output in place.
 
-    y[t, n] += scaling(slot(t)) * sum over r < rank of h[t, s * rank + r] * B[slot(t), n, r]
+    y[t, n] += scaling(slot(t)) * sum over r < rank of h[t, s * R + r] * B[slot(t), n, r]
 
 where s is the slice that output column n belongs to (q, k and v of one fused layer, gate and up, ...) and h is what the
 shrink kernel wrote. The product is made in float32 and rounded once, when it is added to y. Rows without an adapter are
 in no tile and keep the base layer's bits.
 
-    h      [T, slices * R]        BF16 or FP16
+    h      [T, slices * R]        BF16 or FP16, a slice every R columns
     B      [S, >= ends[-1], R]    same dtype, unit stride along R
     tiles  [tiles, HEADER + BLOCK_ROWS] int32, see tiles.py
     y      [T, >= ends[-1]]       same dtype, unit stride along its columns; columns past ends[-1] stay as they are
@@ -41,13 +41,12 @@ def _expand_tile(
     y_row_stride,
     b_slot_stride,
     b_row_stride,
-    N: tl.constexpr,
+    R: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # No branch on an unused line: its rank and rows are negative, so every access below is masked off, and the loads
-    # of a used line need not wait for a test.
     line = tiles_ptr + tile * (HEADER + BLOCK_ROWS)
     slot = tl.load(line)
     rank = tl.load(line + 1)
@@ -55,17 +54,24 @@ def _expand_tile(
     token = tl.load(line + HEADER + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     live = token >= 0
     r = tl.arange(0, BLOCK_R)
+    # What lies past the adapter's rank is stale. It is loaded and then dropped: a mask that depends on the rank would
+    # turn 16-byte loads into 2-byte ones.
+    in_buffer = r < R
     r_live = r < rank
     b = tl.load(
         b_ptr + slot.to(tl.int64) * b_slot_stride + n.to(tl.int64)[:, None] * b_row_stride + r[None, :],
-        mask=n_live[:, None] & r_live[None, :],
+        mask=n_live[:, None] & in_buffer[None, :],
         other=0.0,
     )
+    b = tl.where(r_live[None, :], b, 0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     h = tl.load(
-        h_ptr + token[:, None] * N + (piece * rank + r)[None, :], mask=live[:, None] & r_live[None, :], other=0.0
+        h_ptr + token[:, None] * (SLICES * R) + (piece * R + r)[None, :],
+        mask=live[:, None] & in_buffer[None, :],
+        other=0.0,
     )
+    h = tl.where(r_live[None, :], h, 0.0)
     y_tile = y_ptr + token[:, None] * y_row_stride + n[None, :]
     y_live = live[:, None] & n_live[None, :]
     y = tl.load(y_tile, mask=y_live, other=0.0)
@@ -85,7 +91,7 @@ def _expand_kernel(
     y_row_stride,
     b_slot_stride,
     b_row_stride,
-    N: tl.constexpr,
+    R: tl.constexpr,
     SLICES: tl.constexpr,
     END0: tl.constexpr,
     END1: tl.constexpr,
@@ -94,7 +100,6 @@ def _expand_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -125,17 +130,12 @@ def _expand_kernel(
     n = start + tl.arange(0, BLOCK_N)
     n_live = n < end
 
-    tile = tl.program_id(1)
-    if LOOP:
-        for t in range(tile, tl.load(tiles_ptr + 3), tl.num_programs(1)):
-            _expand_tile(
-                t, piece, n, n_live, h_ptr, b_ptr, y_ptr, tiles_ptr, y_row_stride, b_slot_stride, b_row_stride,
-                N, BLOCK_ROWS, BLOCK_R, PDL,
-            )  # fmt: skip
-    else:
+    # A table has lines for the worst mix of adapters and a batch uses few of them: blocks of unused lines leave here,
+    # before they wait for anything. One stage: pipelining would load h ahead of the wait that makes it valid.
+    for tile in tl.range(tl.program_id(1), tl.load(tiles_ptr + 3), tl.num_programs(1), num_stages=1):
         _expand_tile(
             tile, piece, n, n_live, h_ptr, b_ptr, y_ptr, tiles_ptr, y_row_stride, b_slot_stride, b_row_stride,
-            N, BLOCK_ROWS, BLOCK_R, PDL,
+            R, SLICES, BLOCK_ROWS, BLOCK_R, PDL,
         )  # fmt: skip
 
 
@@ -146,23 +146,15 @@ def expand(
     y: torch.Tensor,
     *,
     ends: tuple[int, ...],
-    lanes: int | None = None,
     block_n: int = 128,
     num_warps: int = 4,
     pdl: bool = False,
 ) -> None:
-    """Launch one expand (shapes above), in place on `y`.
-
-    lanes: how many tiles are worked on side by side (default: all lines of the table). With fewer, each block walks
-    every lanes-th used tile: a batch of one adapter needs far fewer tiles than the table has lines, and blocks that only
-    find out that they have nothing to do cost about 1 us of a 3 us kernel.
-    """
-    n = h.shape[1]
-    lanes = min(lanes or len(tiles), len(tiles))
+    """Launch one expand (shapes above), in place on `y`."""
     starts = (0, *ends[:-1])
     blocks = sum(triton.cdiv(end - start, block_n) for start, end in zip(starts, ends))
     padded = (*ends, *(ends[-1],) * (MAX_SLICES - len(ends)))
-    _expand_kernel[(blocks, lanes)](
+    _expand_kernel[(blocks, len(tiles))](
         h,
         b,
         y,
@@ -170,7 +162,7 @@ def expand(
         y.stride(0),
         b.stride(0),
         b.stride(1),
-        N=n,
+        R=b.shape[2],
         SLICES=len(ends),
         END0=padded[0],
         END1=padded[1],
@@ -179,8 +171,8 @@ def expand(
         BLOCK_ROWS=tiles.shape[1] - _HEADER,
         BLOCK_N=block_n,
         BLOCK_R=max(16, triton.next_power_of_2(b.shape[2])),
-        LOOP=lanes < len(tiles),
         PDL=pdl,
         num_warps=num_warps,
+        num_stages=1,
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -1,6 +1,6 @@
 """Grouped shrink: the first half of a LoRA delta, h = x @ A[slot].T, for every row that has an adapter.
 
-    h[t, j] = sum over i of x[t, i] * A[slot(t), j, i]        j < slices * rank(slot(t))
+    h[t, s * R + r] = sum over i of x[t, i] * A[slot(t), s * rank + r, i]        r < rank(slot(t)), s < slices
 
 K is split over blocks: at decode one block per tile would walk thousands of columns alone. Each block writes its part
 in float32; the last block of a tile to arrive adds the parts in order and rounds once, so a replay gives the same bits
@@ -11,8 +11,8 @@ number where it would read SPLIT_K.
     A         [S, slices * R, K]  same dtype, unit stride along K; slot s uses its first slices * rank(s) lines (sglang
                                   packs the slices at the adapter's own rank and leaves the tail stale)
     tiles     [tiles, HEADER + BLOCK_ROWS] int32, see tiles.py
-    h         [T, slices * R]     same dtype; lines of rows without an adapter and columns past slices * rank are left
-                                  unwritten: reading them is undefined
+    h         [T, slices * R]     same dtype, a slice every R columns; lines of rows without an adapter and columns past
+                                  the adapter's rank in each slice are left unwritten: what they hold is undefined
     parts     [SPLIT_K, T, slices * R] float32 scratch
     arrivals  int32, at least tiles * blocks along slices * R, all zero before and after; not shared by two launches
               that may run at the same time
@@ -57,7 +57,8 @@ def _shrink_kernel(
     slot = tl.load(line)
     if slot < 0:
         return
-    columns = tl.load(line + 1) * SLICES
+    rank = tl.load(line + 1)
+    columns = rank * SLICES
     first = tl.program_id(1) * BLOCK_N
     if first >= columns:
         return
@@ -100,10 +101,14 @@ def _shrink_kernel(
         if tl.atomic_add(arrival, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         tl.store(arrival, 0)
-        h = tl.load(parts_ptr + place, mask=place_live, other=0.0, cache_modifier=".cg")
+        # Columns past the adapter's own are read too (and dropped by the last store): their mask is known at compile
+        # time, so these are 16-byte loads. Past the L1 cache, which other blocks' writes do not reach.
+        readable = live[:, None] & (n < N)[None, :]
+        h = tl.load(parts_ptr + place, mask=readable, other=0.0, cache_modifier=".cg")
         for other in tl.static_range(1, SPLIT_K):
-            h += tl.load(parts_ptr + other * part_size + place, mask=place_live, other=0.0, cache_modifier=".cg")
-    tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask=place_live)
+            h += tl.load(parts_ptr + other * part_size + place, mask=readable, other=0.0, cache_modifier=".cg")
+    spread = n // rank * (N // SLICES) + n % rank
+    tl.store(h_ptr + token[:, None] * N + spread[None, :], h.to(h_ptr.dtype.element_ty), mask=place_live)
 
 
 def shrink(

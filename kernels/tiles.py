@@ -30,9 +30,7 @@ def max_tiles(tokens: int, slots: int, rows: int) -> int:
     return min(tokens, (tokens + groups * (rows - 1)) // rows)
 
 
-def build_tiles(
-    token_slots: np.ndarray, ranks: np.ndarray, scalings: np.ndarray, rows: int, out: np.ndarray
-) -> int:
+def build_tiles(token_slots: np.ndarray, ranks: np.ndarray, scalings: np.ndarray, rows: int, out: np.ndarray) -> int:
     """Fill `out` with the tiles of one batch and return how many are used.
 
     token_slots: int [T], the adapter slot of each row, NO_ADAPTER for none.
@@ -51,7 +49,9 @@ def build_tiles(
     tiles_of = -(-count // rows)
     total = int(tiles_of.sum())
     if total > len(out):
-        raise ValueError(f"{len(token_slots)} rows of {len(used)} adapters need {total} tiles, the table holds {len(out)}")
+        raise ValueError(
+            f"{len(token_slots)} rows of {len(used)} adapters need {total} tiles, the table holds {len(out)}"
+        )
     group = np.repeat(np.arange(len(used)), count)
     within = np.arange(len(tokens)) - first[group]
     tile = (np.cumsum(tiles_of) - tiles_of)[group] + within // rows

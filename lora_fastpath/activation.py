@@ -1,64 +1,106 @@
-"""Activation: settings, then hooks. Called at interpreter start, by sitecustomize.py or by the wheel's .pth line."""
+"""Activation: wait for sglang, then read the settings and hook its modules.
+
+Called at interpreter start, by sitecustomize.py or by the wheel's .pth line, in every Python of the environment. Most
+of them never import sglang, so nothing that costs time (wrapt and dataclasses: 20 ms each) is imported before it is.
+"""
 
 from __future__ import annotations
 
-import glob
-import importlib
 import os
 import sys
 
 from lora_fastpath import report
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing these takes longer than all the rest
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+
+    from lora_fastpath.settings import Settings
+
+PACKAGE = "sglang"
+OVERLAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 _activated = False
 
 
-def activate() -> None:
-    """Turn the overlay on if the environment says so. Never raises; one line on stderr on trouble. Idempotent."""
+def activate(path_complete: bool = True) -> None:
+    """Turn the overlay on if the environment says so. Never raises; one line on stderr on trouble. Idempotent.
+
+    path_complete: False while Python still adds folders to sys.path, so that what is missing may yet come.
+    """
     global _activated
     if _activated:
         return
     _activated = True
     try:
-        _activate()
+        if PACKAGE in sys.modules:
+            _start()
+            return
+        # What can be wrong is said now, not when a server starts; only LORA_FASTPATH=1 alone needs no reading.
+        if os.environ.get("LORA_FASTPATH", "1") != "1" or any(name.startswith("LORA_FASTPATH_") for name in os.environ):
+            _settings()
+        if path_complete and not _wrapt_wheels() and not _found("wrapt"):
+            raise ModuleNotFoundError(_wrapt_missing())
+        sys.meta_path.insert(0, Waiting(_start_or_report))
     except Exception as error:  # noqa: BLE001 - whatever it is, the program has to start
-        text = (
-            str(error)
-            if type(error).__name__ in ("SettingsError", "LoraFastpathError", "WraptMissing")
-            else (f"{type(error).__name__}: {error}; reinstall the overlay or unset LORA_FASTPATH")
-        )
-        if os.environ.get("LORA_FASTPATH_STRICT", "").strip() == "1":
-            sys.meta_path.insert(0, Refusal(text))
-        report.line(f"off, sglang runs as stock: {text}")
+        _off(error)
 
 
-class WraptMissing(ImportError):
-    """wrapt is neither installed nor beside the overlay."""
+class Waiting:
+    """Calls `start` when sglang is about to be imported, and leaves unless that raised."""
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self._start = start
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != PACKAGE:
+            return None
+        self._start()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        # Asked anew, because the loop that called us has lost its place in the list that we have just changed.
+        import importlib.util
+
+        return importlib.util.find_spec(name)
 
 
-class Refusal:
-    """Strict mode without an overlay: importing sglang is an error; programs that don't are none of our business."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "sglang":
-            from lora_fastpath.registry import LoraFastpathError
-
-            raise LoraFastpathError(f"{self._text}; LORA_FASTPATH_STRICT=1 makes this an error")
+def _start_or_report() -> None:
+    try:
+        _start()
+    except Exception as error:  # noqa: BLE001 - importing sglang must not fail because of us
+        _off(error)
 
 
-def _activate() -> None:
+def _off(error: Exception) -> None:
+    text = f"{type(error).__name__}: {error}"
+    report.line(f"off, sglang runs as stock: {text} (put it right, or unset LORA_FASTPATH)")
+    if os.environ.get("LORA_FASTPATH_STRICT", "").strip() == "1":
+        sys.meta_path.insert(0, Waiting(lambda: _refuse(text)))
+
+
+def _refuse(text: str) -> None:
+    from lora_fastpath.registry import LoraFastpathError
+
+    raise LoraFastpathError(f"{text}; LORA_FASTPATH_STRICT=1 makes this an error")
+
+
+def _settings() -> Settings:
     from lora_fastpath import settings
-    from lora_fastpath.registry import registry
     from lora_fastpath.sites import SITES
 
-    chosen = settings.Settings.from_environ(os.environ, [site.name for site in SITES])
-    settings.use(chosen)
+    settings.use(settings.Settings.from_environ(os.environ, [site.name for site in SITES]))
+    return settings.current()
+
+
+def _start() -> None:
+    chosen = _settings()
     if not chosen.enabled:
         return
     _import_wrapt()
     from lora_fastpath import hooks
+    from lora_fastpath.registry import registry
+    from lora_fastpath.sites import SITES
 
     registry.add(SITES)
     hooks.install(registry, chosen)
@@ -67,20 +109,35 @@ def _activate() -> None:
 def _import_wrapt() -> None:
     """Import wrapt: installed, or from a wheel that lies beside the overlay (its Python part runs from the archive)."""
     try:
-        importlib.import_module("wrapt")
+        import wrapt  # noqa: F401
+
         return
     except ModuleNotFoundError:
         pass
-    overlay = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for wheel in sorted(glob.glob(os.path.join(glob.escape(overlay), "wrapt-*.whl")), reverse=True):
-        sys.path.append(wheel)
+    for wheel in _wrapt_wheels():
+        sys.path.insert(0, wheel)
         try:
-            importlib.import_module("wrapt")
+            import wrapt  # noqa: F401
+
             return
         except ImportError:
             pass
         finally:
             sys.path.remove(wheel)
-    raise WraptMissing(
-        f"wrapt is missing for {sys.executable}: pip install wrapt, or put its wheel (wrapt-*.whl) into {overlay}"
-    )
+    raise ModuleNotFoundError(_wrapt_missing())
+
+
+def _found(name: str) -> bool:
+    try:
+        return any(finder.find_spec(name, None) for finder in sys.meta_path)
+    except ImportError:
+        return False
+
+
+def _wrapt_wheels() -> list[str]:
+    names = [name for name in os.listdir(OVERLAY) if name.startswith("wrapt-") and name.endswith(".whl")]
+    return [os.path.join(OVERLAY, name) for name in sorted(names, reverse=True)]
+
+
+def _wrapt_missing() -> str:
+    return f"wrapt is missing for {sys.executable}: pip install wrapt, or put its wheel (wrapt-*.whl) into {OVERLAY}"

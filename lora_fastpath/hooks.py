@@ -1,4 +1,4 @@
-"""One wrapt post-import hook a target module: sites are bound as sglang imports their modules, never by importing them."""
+"""One wrapt post-import hook a target module: sites are bound when sglang imports their modules."""
 
 from __future__ import annotations
 

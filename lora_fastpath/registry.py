@@ -85,7 +85,7 @@ class Entry:
         self.state = state
         covered = [path for path, original in self.originals.items() if not original.put_back()]
         if covered:
-            reason += f" (somebody has wrapped {', '.join(covered)} after us: that wrapper stays, and calls stock through ours)"
+            reason += f" (somebody wrapped {', '.join(covered)} after us; that stays, and calls stock through ours)"
         self.originals.clear()
         self.reason = reason
 
@@ -169,7 +169,10 @@ class Registry:
         return function
 
     def decline(self, name: str, reason: str, failed: bool = False) -> None:
-        """Take a site, and those that require it, out of service for good; one line. LoraFastpathError in strict mode."""
+        """Take a site and those that require it out of service for good.
+
+        One line for all of them; in strict mode LoraFastpathError with the same text.
+        """
         with self._lock:
             entry = self.entries[name]
             if entry.state in (State.DECLINED, State.FAILED):
@@ -217,7 +220,7 @@ def unknown_release(site: Site) -> str:
 
 
 def package_version(package: str) -> str:
-    """The version that the package itself names (a source tree's metadata may be old), else its metadata's; "" for none."""
+    """The version that the package itself names (metadata may be older than the source), else its metadata's, else ""."""
     import importlib.metadata
 
     try:

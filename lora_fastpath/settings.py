@@ -78,7 +78,7 @@ def _tokens(name: str, text: str) -> int:
 
 
 def _selected(text: str, site_names: list[str]) -> frozenset[str]:
-    """`all,-row`, `qkv,row`: from left to right, each item adds or takes away. A list that starts with -name starts from all."""
+    """`all,-row` or `qkv,row`: each item adds or takes away, from left to right. `-row` alone starts from all."""
     items = [item for item in (part.strip() for part in text.split(",")) if item]
     chosen = set(site_names) if items and items[0].startswith("-") else set()
     for item in items:
@@ -86,9 +86,8 @@ def _selected(text: str, site_names: list[str]) -> frozenset[str]:
         if item == "all":
             chosen.update(site_names)
         elif name not in site_names:
-            raise SettingsError(
-                f"LORA_FASTPATH_SITES={text}: unknown site {name!r}; allowed are all, {', '.join(site_names)}, and each with - before"
-            )
+            allowed = f"all, {', '.join(site_names)}, and each site with - before"
+            raise SettingsError(f"LORA_FASTPATH_SITES={text}: unknown site {name!r}; allowed are {allowed}")
         elif item.startswith("-"):
             chosen.discard(name)
         else:

@@ -129,7 +129,9 @@ class AdapterMap:
 
 
 def _split(buffer: torch.Tensor, views: dict[int, tuple[int, int, int]]) -> dict[int, torch.Tensor]:
-    return {size: buffer[start : start + lines * width].view(lines, width) for size, (start, lines, width) in views.items()}
+    return {
+        size: buffer[start : start + lines * width].view(lines, width) for size, (start, lines, width) in views.items()
+    }
 
 
 def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:

@@ -39,14 +39,26 @@ class Launch:
     part_k: int  # K a block; the split follows from it
     expand_rows: int
     expand_columns: int
+    expand_warps: int = 4
 
 
 LAUNCHES = (
     Launch(rows=4, shrink_rows=1, shrink_columns=16, shrink_k=256, part_k=512, expand_rows=1, expand_columns=64),
-    Launch(rows=64, shrink_rows=16, shrink_columns=16, shrink_k=256, part_k=512, expand_rows=16, expand_columns=64),
-    Launch(rows=512, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=512, expand_rows=32, expand_columns=64),
+    Launch(rows=64, shrink_rows=16, shrink_columns=16, shrink_k=256, part_k=512, expand_rows=16, expand_columns=128),
+    Launch(
+        rows=512,
+        shrink_rows=64,
+        shrink_columns=64,
+        shrink_k=64,
+        part_k=512,
+        expand_rows=32,
+        expand_columns=128,
+        expand_warps=8,
+    ),
     Launch(rows=4096, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=2048, expand_rows=64, expand_columns=128),
-    Launch(rows=2**62, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=2**62, expand_rows=64, expand_columns=128),
+    Launch(
+        rows=2**62, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=2**62, expand_rows=64, expand_columns=128
+    ),
 )
 
 TILE_ROWS = {size for launch in LAUNCHES for size in (launch.shrink_rows, launch.expand_rows)}
@@ -90,7 +102,9 @@ class Projection:
         return (self.site, self.a.shape, self.b.shape, self.ends, self.a.dtype)
 
 
-def add_delta(projection: Projection, launch: Launch, tables: dict, lane: Lane, x: torch.Tensor, y: torch.Tensor) -> None:
+def add_delta(
+    projection: Projection, launch: Launch, tables: dict, lane: Lane, x: torch.Tensor, y: torch.Tensor
+) -> None:
     """y += the LoRA delta of x, in place; the shrink runs beside what was queued since the lane was forked.
 
     x: [T, K], y: [T, >= N], dtype of the adapters. Raises what a launch raises, before anything is written to y.
@@ -122,6 +136,7 @@ def add_delta(projection: Projection, launch: Launch, tables: dict, lane: Lane, 
         y,
         ends=projection.ends,
         block_n=launch.expand_columns,
+        num_warps=launch.expand_warps,
         pdl=projection.pdl,
     )
 

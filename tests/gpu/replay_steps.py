@@ -74,7 +74,11 @@ def main() -> None:
 
     sites = {name: entry.state.name.lower() for name, entry in registry.entries.items()}
     facts = {"steps": args.steps, "graphs": len(graphs), "unequal": unequal, "error": worst, "moved": moved}
-    print(json.dumps(facts | {"prefill_error": prefill, "stock_prepared": manager.lora_fastpath.prepares_stock, "sites": sites}))
+    print(
+        json.dumps(
+            facts | {"prefill_error": prefill, "stock_prepared": manager.lora_fastpath.prepares_stock, "sites": sites}
+        )
+    )
 
 
 def capture(model, manager, x: dict[int, torch.Tensor]) -> tuple[dict, dict]:

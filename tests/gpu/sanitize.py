@@ -1,6 +1,6 @@
 """Each dense kernel once at small and odd shapes: what compute-sanitizer is pointed at.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 """
 
 from __future__ import annotations

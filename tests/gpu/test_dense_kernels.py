@@ -50,7 +50,9 @@ def ends_of(widths: tuple[int, ...]) -> tuple[int, ...]:
 def test_delta_is_float64_lora(layer, rank):
     k, widths = LAYERS[layer]
     for rows in BATCHES:
-        case = selfcheck.make_case(rows, k, ends_of(widths), (rank,), rank, torch.bfloat16, "cuda", seed=rows, none_every=3)
+        case = selfcheck.make_case(
+            rows, k, ends_of(widths), (rank,), rank, torch.bfloat16, "cuda", seed=rows, none_every=3
+        )
         assert not selfcheck.compare(add_delta(case, rows <= 256), case), f"{rows} rows"
 
 

@@ -83,7 +83,15 @@ def make_manager(model: Toy, backend: str, slots: int, ranks: dict[str, int], dt
         server_args=start_sglang.args, lora_backend=backend, max_lora_rank=max(ranks.values()),
         target_modules={"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
     )  # fmt: skip
-    width = {"q_proj": 256, "k_proj": 64, "v_proj": 64, "o_proj": 256, "gate_proj": 384, "up_proj": 384, "down_proj": 256}
+    width = {
+        "q_proj": 256,
+        "k_proj": 64,
+        "v_proj": 64,
+        "o_proj": 256,
+        "gate_proj": 384,
+        "up_proj": 384,
+        "down_proj": 256,
+    }
     for number, (name, rank) in enumerate(ranks.items()):
         generator = torch.Generator().manual_seed(number)
         tensors = {}
