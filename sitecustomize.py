@@ -19,6 +19,10 @@ def _run_hidden(path):
     spec.loader.exec_module(sys.modules["sitecustomize"])
 
 
+def _is_ours(entry):
+    return os.path.realpath(entry) == os.path.realpath(_folder)
+
+
 def _activate():
     """Activate, then take our folder off sys.path: its `kernels`, `patches` and `tests` are no top-level packages.
 
@@ -38,14 +42,13 @@ def _activate():
     # While Python looks for a module to run, argv[0] is "-m" and the module's name stands before the arguments.
     runs_us = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith("lora_fastpath")
     if "lora_fastpath" in sys.modules or not runs_us:
-        sys.path[:] = _others
+        sys.path[:] = [entry for entry in sys.path if not _is_ours(entry)]
 
 
 _folder = os.path.dirname(os.path.abspath(__file__))
-_ours = [os.path.realpath(entry) == os.path.realpath(_folder) for entry in sys.path]
-_others = [entry for entry, ours in zip(sys.path, _ours) if not ours]
+_at = next((place for place, entry in enumerate(sys.path) if _is_ours(entry)), -1)
 try:
     # We hide what comes after us alone; before us may stand somebody who runs us because we are hidden by them.
-    _run_hidden(_others[_ours.index(True) if any(_ours) else 0 :])
+    _run_hidden([entry for entry in sys.path[_at + 1 :] if not _is_ours(entry)])
 finally:
     _activate()

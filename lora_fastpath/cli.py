@@ -208,7 +208,8 @@ def print_report(report: dict, settings: Settings | None, error: str) -> None:
     rows = []
     for site, found in zip(SITES, report["sites"]):
         classes = dict.fromkeys(target.partition(".")[0] for target in site.targets)
-        rows.append([site.name, found["state"], found["reason"], ", ".join(classes)])
+        reason = "see above" if error and found["reason"] == error else found["reason"]
+        rows.append([site.name, found["state"], reason, ", ".join(classes)])
     print_table(["site", "state", "reason", "wraps"], rows)
     for site in SITES:
         if site.differs:

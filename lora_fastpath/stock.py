@@ -76,17 +76,34 @@ def lora_layers(manager: Any) -> list[tuple[str, torch.nn.Module]]:
     return [item for layer in manager.lora_modules for item in layer.items()]
 
 
+def unserved_mode() -> str:
+    """Why this server's way of running the model is not one that the overlay serves, or ""."""
+    from sglang.srt.server_args import get_global_server_args
+
+    args = get_global_server_args()
+    modes = {
+        "enable_torch_compile": "torch.compile traces sglang's own LoRA layers",
+        "enforce_piecewise_cuda_graph": "prefill graphs are captured without adapters",
+        "enable_two_batch_overlap": "a layer sees half of the batch that was prepared",
+        "enable_pdmux": "two batches are under way at once",
+    }
+    for name, why in modes.items():
+        if getattr(args, name, False):
+            return f"--{name.replace('_', '-')} is set: {why}"
+    return ""
+
+
 def needs_stock_batch(manager: Any) -> str:
     """Why sglang's own per-step LoRA metadata is needed beside ours; "" when none of its kernels can run."""
     from sglang.srt.lora.layers import FusedMoEWithLoRA
-    from sglang.srt.server_args import get_global_server_args
 
     if manager.embed_tokens_module is not None or manager.lm_head_module is not None:
         return "embedding or lm_head adapters"
-    if any(isinstance(layer, FusedMoEWithLoRA) for _, layer in lora_layers(manager)):
-        return "expert adapters"
-    if get_global_server_args().enable_torch_compile:
-        return "torch.compile"
+    for name, layer in lora_layers(manager):
+        if isinstance(layer, FusedMoEWithLoRA):
+            return "expert adapters"
+        if name.endswith(".kv_b_proj"):
+            return "kv_b_proj adapters, which absorbed MLA applies by itself"
     return ""
 
 
