@@ -114,8 +114,11 @@ def us_a_layer(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 11, replay
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
-    integers = lambda text: [int(part) for part in text.split(",")]
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--model", choices=MODELS, default="8b")
     ap.add_argument("--rows", type=integers, default=[1, 16, 64, 256])
@@ -137,14 +140,17 @@ def main() -> None:
         for adapters in args.adapters:
             row_slots = (np.arange(rows) % adapters).astype(np.int32)
             graphs = {"base": captured(lambda x=x: run_chain(layers, x, None, {}, lanes))}
+            kept = []  # the graphs hold addresses, not tensors
             for name, launch in launches.items():
                 tables = {}
                 for size in {launch.shrink_rows, launch.expand_rows}:
                     table = np.empty((tiling.max_tiles(rows, SLOTS, size), tiling.HEADER + size), np.int32)
                     tiling.build_tiles(row_slots, np.full(SLOTS, RANK), np.ones(SLOTS, np.float32), size, table)
                     tables[size] = torch.from_numpy(table).cuda()
-                run = lambda launch=launch, tables=tables, x=x: run_chain(layers, x, launch, tables, lanes)
-                graphs[name] = captured(run)
+                kept.append(tables)
+                graphs[name] = captured(
+                    lambda launch=launch, tables=tables, x=x: run_chain(layers, x, launch, tables, lanes)
+                )
             times = us_a_layer(graphs)
             base = times.pop("base")
             print(f"{args.model} rows {rows} adapters {adapters}: base {base:.1f} us a layer", flush=True)

@@ -40,10 +40,11 @@ class AdapterMap:
         self._stock_reason = stock.needs_stock_batch(manager)
         self._prepare_stock: Callable[[], None] = lambda: None
         self._manager = manager
+        self._static_buffer = torch.empty(0, dtype=torch.int32, device=manager.device)
         self._static: dict[int, torch.Tensor] = {}
-        self._static_host = torch.empty(0, dtype=torch.int32)
         self._static_rows = 0
         self._static_content: tuple | None = None
+        self._retired: list[torch.Tensor] = []
 
     @property
     def prepares_stock(self) -> bool:
@@ -57,15 +58,15 @@ class AdapterMap:
             self._prepare_stock()
 
     def allocate_static(self, rows: int) -> None:
-        """Tables for graphs of up to `rows` rows; a later, larger announcement replaces them (before its capture)."""
+        """Tables for graphs of up to `rows` rows. Graphs captured before a larger announcement see no adapter any more."""
         if rows <= self._static_rows:
             return
-        self._static_rows = rows
-        self._static_host, views = self._new_tables(rows, dense.TILE_ROWS)
-        buffer = self._static_host.to(self._manager.device)
-        self._static_buffer = buffer
-        self._static = _split(buffer, views)
-        self._static_content = None
+        self._static_buffer.fill_(tiling.NO_ADAPTER)
+        self._retired.append(self._static_buffer)
+        host, views = self._new_tables(rows, dense.TILE_ROWS)
+        self._static_buffer = host.to(self._manager.device)
+        self._static = _split(self._static_buffer, views)
+        self._static_rows, self._static_content = rows, None
 
     def prepare(self, forward_batch: Any, prepare_stock: Callable[[], None]) -> None:
         """Fill the tables for this batch and choose its path."""
@@ -75,6 +76,8 @@ class AdapterMap:
         rows = int(per_request.sum())
         static = stock.may_replay(self._manager, forward_batch) and rows <= self._static_rows
         capturing = stock.capturing()
+        if capturing and not static:
+            raise ValueError(f"a graph of {rows} rows is captured, {self._static_rows} were announced")
         path, reason = gate.choose(
             rows=rows,
             active=bool(adapters),
@@ -113,7 +116,7 @@ class AdapterMap:
         for size in sorted(tile_rows):
             lines = self._lines(rows, size)
             views[size] = (end, lines, tiling.HEADER + size)
-            end += lines * (tiling.HEADER + size)
+            end += -(-lines * (tiling.HEADER + size) // 32) * 32  # 128 bytes: Triton compiles anew for odd addresses
         cuda = self._manager.device.type == "cuda"
         return torch.full((end,), tiling.NO_ADAPTER, dtype=torch.int32, pin_memory=cuda), views
 
@@ -139,6 +142,7 @@ def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
     reason = selfcheck.supported_device(manager.device)
     if not reason and manager.lora_backend.name not in stock.BACKENDS:
         reason = f"lora_backend is {manager.lora_backend.name}, the overlay serves {' and '.join(stock.BACKENDS)}"
+    reason = reason or stock.unserved_mode()
     if reason:
         registry.decline("adapters", reason)
         return

@@ -145,7 +145,7 @@ def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> Any:
     """Column, qkv, merged, replicated and (without a reduction) row: sglang's forward with the fork marked before it."""
     projection = getattr(layer, "lora_fastpath", None)
     batch = projection.adapter_map.batch if projection is not None else None
-    if batch is None or batch.path is not Path.TWO_STREAMS or torch.compiler.is_compiling():
+    if batch is None or batch.path is not Path.TWO_STREAMS:
         return wrapped(*args, **kwargs)
     lane = projection.adapter_map.lanes.current()
     lane.fork()
@@ -158,23 +158,24 @@ def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> Any:
 def apply_lora(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """sglang calls this with the base output queued; it returns the same tensor with the delta added."""
     projection = getattr(layer, "lora_fastpath", None)
-    if projection is None or torch.compiler.is_compiling():
-        return wrapped(*args, **kwargs)
-    y, x = _arguments(*args, **kwargs)
-    adapter_map = projection.adapter_map
-    batch = adapter_map.batch
+    batch = projection.adapter_map.batch if projection is not None else None
     if batch is None:
         return wrapped(*args, **kwargs)
+    y, x = _arguments(*args, **kwargs)
     if batch.path is Path.BASE:
         return y
-    reason = _unfit(projection, batch.rows, x, y)
+    if x.dim() != 2 or x.shape[0] != batch.rows:
+        # Not the rows that were mapped (a cached prefix, a padded batch): sglang's own mapping decides.
+        projection.adapter_map.fall_back(f"a layer got {tuple(x.shape)} where the batch has {batch.rows} rows")
+        return wrapped(*args, **kwargs)
+    reason = _unfit(projection, x, y)
     if not reason:
         try:
-            add_delta(projection, batch.launch, batch.tables, adapter_map.lanes.current(), x, y)
+            add_delta(projection, batch.launch, batch.tables, projection.adapter_map.lanes.current(), x, y)
             return y
         except Exception as error:  # noqa: BLE001 - the base output is untouched, so stock can still add its delta
             reason = f"{type(error).__name__}: {error}"
-    adapter_map.fall_back(reason)
+    projection.adapter_map.fall_back(reason)
     registry.decline(projection.site, reason, failed=True)
     return wrapped(*args, **kwargs)
 
@@ -183,12 +184,15 @@ def _arguments(base_output: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor
     return base_output, x
 
 
-def _unfit(projection: Projection, rows: int, x: torch.Tensor, y: torch.Tensor) -> str:
+def _unfit(projection: Projection, x: torch.Tensor, y: torch.Tensor) -> str:
     """Why these tensors can't be served, or "": the kernels index rows and columns without asking again."""
-    if x.dim() != 2 or y.dim() != 2 or x.shape[0] != y.shape[0] or x.shape[0] < rows:
-        return f"input {tuple(x.shape)} and output {tuple(y.shape)} do not hold the batch's {rows} rows"
-    if x.shape[1] != projection.a.shape[2] or y.shape[1] < projection.ends[-1]:
-        return f"input {tuple(x.shape)} or output {tuple(y.shape)} is narrower than the adapters"
+    if (
+        y.dim() != 2
+        or x.shape[0] != y.shape[0]
+        or x.shape[1] != projection.a.shape[2]
+        or y.shape[1] < projection.ends[-1]
+    ):
+        return f"input {tuple(x.shape)} and output {tuple(y.shape)} do not fit adapters {tuple(projection.a.shape)}"
     if x.dtype != projection.a.dtype or y.dtype != projection.a.dtype:
         return f"input is {x.dtype} and output {y.dtype}, the adapters are {projection.a.dtype}"
     if x.stride(1) != 1 or y.stride(1) != 1:

@@ -22,7 +22,7 @@ def _forward(
     wrapped: Any, layer: Any, input_: torch.Tensor, skip_all_reduce: bool = False, forward_batch: Any = None
 ) -> Any:
     projection = getattr(layer, "lora_fastpath", None)
-    ours = projection is not None and projection.adapter_map.batch is not None and not torch.compiler.is_compiling()
+    ours = projection is not None and projection.adapter_map.batch is not None
     if not ours or skip_all_reduce or not stock.reduces_output(layer):
         return dense.forward(wrapped, layer, (input_, skip_all_reduce, forward_batch), {})
     # With the reduction skipped sglang adds the delta to the partial output, through apply_lora.

@@ -5,9 +5,13 @@ compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 
 from __future__ import annotations
 
+import sys
 import types
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lora_fastpath import selfcheck
 from lora_fastpath.patches import dense

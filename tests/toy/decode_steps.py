@@ -1,6 +1,6 @@
 """Decode steps of a real LoRAManager with the overlay on: graphs captured with no adapter, replayed with any.
 
-    LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/gpu/replay_steps.py csgmv --steps 2000
+    LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/toy/decode_steps.py csgmv --steps 2000
 
 Every step draws a batch size, adapters (with unknown ones and none), sometimes loads or unloads one, and compares the
 replay with the same batch run eagerly, and now and then with float64. On the CPU there are no graphs: eager steps alone.
@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_default_device(device)
     toy.start_sglang(device)
     torch.manual_seed(0)
-    model = toy.Toy(dtype)
+    model = toy.Toy(dtype, device)
     torch.set_default_device("cpu")
     ranks = {"a": 8, "b": 16, "c": 3, "d": 16, "e": 1, "f": 12}
     manager = toy.make_manager(model, args.backend, SLOTS, ranks, dtype)

@@ -1,6 +1,6 @@
 """A real LoRAManager of the installed sglang on a toy model of real sglang layers: no scheduler, no engine, any device.
 
-Run by test_replay.py in a process of its own, because the overlay's hooks have to be there before sglang is imported.
+Run in a process of its own (decode_steps.py, tensor_parallel.py), because the overlay's hooks have to be there before sglang is imported.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import torch
 
 
 class Toy(torch.nn.Module):
-    """Two decoder layers' worth of projections, Qwen3-like: qkv, o, gate_up, down."""
+    """Two decoder layers' worth of projections, Qwen3-like: qkv, o, gate_up, down; this rank's shard of each.
+
+    `full` keeps the whole weights, [layer][projection] -> [out, in], the same on every rank.
+    """
 
     hidden, heads, kv_heads, head_dim, intermediate = 256, 8, 2, 32, 384
+    widths = {"qkv_proj": (256, 64, 64), "o_proj": (256,), "gate_up_proj": (384, 384), "down_proj": (256,)}
+    inputs = {"qkv_proj": 256, "o_proj": 256, "gate_up_proj": 256, "down_proj": 384}
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: str, rank: int = 0, ranks: int = 1) -> None:
         from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
         super().__init__()
@@ -24,8 +29,11 @@ class Toy(torch.nn.Module):
             hidden_size=self.hidden, num_hidden_layers=2, num_attention_heads=self.heads, vocab_size=512,
             num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
         )  # fmt: skip
+        self.q_width = self.heads * self.head_dim // ranks
+        self.full = []
         self.model = torch.nn.Module()
         self.model.layers = torch.nn.ModuleList()
+        generator = torch.Generator().manual_seed(1)
         for _ in range(2):
             layer = torch.nn.Module()
             layer.self_attn, layer.mlp = torch.nn.Module(), torch.nn.Module()
@@ -40,24 +48,39 @@ class Toy(torch.nn.Module):
             )
             layer.mlp.down_proj = RowParallelLinear(self.intermediate, self.hidden, bias=False, params_dtype=dtype)
             self.model.layers.append(layer)
-        for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            self.full.append({})
+            for name, widths in self.widths.items():
+                into = self.inputs[name]
+                whole = (torch.randn(sum(widths), into, generator=generator) * into**-0.5).to(device, dtype)
+                self.full[-1][name] = whole
+                if name in ("o_proj", "down_proj"):
+                    shard = whole.chunk(ranks, 1)[rank]
+                else:
+                    shard = torch.cat([part.chunk(ranks, 0)[rank] for part in whole.split(widths)])
+                module = getattr(layer.self_attn if name in ("qkv_proj", "o_proj") else layer.mlp, name)
+                module.weight.data.copy_(shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.model.layers:
             qkv, _ = layer.self_attn.qkv_proj(x)
-            o, _ = layer.self_attn.o_proj(qkv[:, : self.heads * self.head_dim].contiguous())
+            o, _ = layer.self_attn.o_proj(qkv[:, : self.q_width].contiguous())
             gate, up = layer.mlp.gate_up_proj(o)[0].chunk(2, -1)
             down, _ = layer.mlp.down_proj(torch.nn.functional.silu(gate) * up)
             x = torch.nn.functional.normalize(x + down, dim=-1) * self.hidden**0.5
         return x
 
 
-def start_sglang(device: str) -> None:
-    """One rank of one, and server arguments as they are by default."""
+def start_sglang(device: str, rank: int = 0, ranks: int = 1, port: int = 0) -> None:
+    """Join `ranks` ranks of tensor parallelism (`port`: where they meet); server arguments as they are by default."""
     from sglang.srt import server_args
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 
+    if device == "cpu":  # a CUDA build of torch makes sglang set up NCCL, which gloo tests have no use for
+        from sglang.srt.distributed.device_communicators import custom_all_reduce, pynccl
+
+        pynccl.PyNcclCommunicator = custom_all_reduce.CustomAllreduce = lambda *args, **kwargs: types.SimpleNamespace(
+            disabled=True
+        )
     args = object.__new__(server_args.ServerArgs)
     for field in dataclasses.fields(server_args.ServerArgs):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -65,11 +88,11 @@ def start_sglang(device: str) -> None:
     args.enable_lora_overlap_loading = False
     server_args.set_global_server_args_for_scheduler(args)
     init_distributed_environment(
-        backend="nccl" if device == "cuda" else "gloo", world_size=1, rank=0, local_rank=0,
-        distributed_init_method="tcp://127.0.0.1:0",
+        backend="nccl" if device == "cuda" else "gloo", world_size=ranks, rank=rank, local_rank=rank,
+        distributed_init_method=f"tcp://127.0.0.1:{port}",
     )  # fmt: skip
-    initialize_model_parallel()
-    start_sglang.args = args
+    initialize_model_parallel(tensor_model_parallel_size=ranks)
+    start_sglang.args, start_sglang.rank, start_sglang.ranks = args, rank, ranks
 
 
 def make_manager(model: Toy, backend: str, slots: int, ranks: dict[str, int], dtype: torch.dtype):
@@ -81,6 +104,7 @@ def make_manager(model: Toy, backend: str, slots: int, ranks: dict[str, int], dt
     manager = LoRAManager(
         base_model=model, base_hf_config=model.config, max_loras_per_batch=slots, load_config=LoadConfig(), dtype=dtype,
         server_args=start_sglang.args, lora_backend=backend, max_lora_rank=max(ranks.values()),
+        tp_size=start_sglang.ranks, tp_rank=start_sglang.rank,
         target_modules={"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
     )  # fmt: skip
     width = {
@@ -133,33 +157,27 @@ def expected(model: Toy, manager, uids: list[str | None], lengths: list[int], x:
     """The toy's output in float64, each row with its request's own adapter."""
     owner = [uid for uid, length in zip(uids, lengths) for _ in range(length)]
 
-    def project(layer_id: int, name: str, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        y = x @ weight.double().T
-        for uid in {u for u in owner if u is not None and u in manager.loras}:
+    def project(layer_id: int, name: str, x: torch.Tensor) -> torch.Tensor:
+        y = x @ model.full[layer_id][name].double().T
+        for uid in {u for u in owner if u is not None}:
             adapter = manager.loras[uid]
-            if adapter.config.r == 0:
-                continue
             a, b = (
                 next(w for n, w in adapter.layers[layer_id].weights.items() if name in n and f"lora_{half}" in n)
                 for half in "AB"
             )
             a, b = (w.to(x.device, manager.dtype).double() for w in (a, b))
             rows = torch.tensor([u == uid for u in owner], device=x.device)
-            slices = len(a) // adapter.config.r
-            widths = {"qkv_proj": (256, 64, 64), "gate_up_proj": (384, 384)}.get(name, (len(b),))
             start = 0
-            for piece, wide in zip(range(slices), widths):
+            for piece, wide in enumerate(Toy.widths[name]):
                 h = x[rows] @ a[piece * adapter.config.r : (piece + 1) * adapter.config.r].T
                 y[rows, start : start + wide] += adapter.scaling * h @ b[start : start + wide].T
                 start += wide
         return y
 
     x = x.double()
-    for i, layer in enumerate(model.model.layers):
-        weight = lambda module: module.base_layer.weight if hasattr(module, "base_layer") else module.weight
-        qkv = project(i, "qkv_proj", weight(layer.self_attn.qkv_proj), x)
-        o = project(i, "o_proj", weight(layer.self_attn.o_proj), qkv[:, :256])
-        gate, up = project(i, "gate_up_proj", weight(layer.mlp.gate_up_proj), o).chunk(2, -1)
-        down = project(i, "down_proj", weight(layer.mlp.down_proj), torch.nn.functional.silu(gate) * up)
+    for i in range(len(model.full)):
+        o = project(i, "o_proj", project(i, "qkv_proj", x)[:, :256])
+        gate, up = project(i, "gate_up_proj", o).chunk(2, -1)
+        down = project(i, "down_proj", torch.nn.functional.silu(gate) * up)
         x = torch.nn.functional.normalize(x + down, dim=-1) * Toy.hidden**0.5
     return x

@@ -1,0 +1,52 @@
+"""sglang's real LoRA layers and manager without an engine: steps of a toy model, alone and tensor-parallel."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import harness
+import pytest
+
+TOY = harness.ROOT / "tests" / "toy"
+
+
+def start(stub: pathlib.Path, script: str, *arguments: str) -> subprocess.Popen:
+    environment = harness.base_environment(stub) | {
+        "PYTHONPATH": os.pathsep.join([str(harness.ROOT), str(harness.SHIMS)]),
+        "LORA_FASTPATH": "1",
+        "LORA_FASTPATH_MAX_TOKENS": "16",
+        "LORA_FASTPATH_STRICT": "1",
+    }
+    command = [sys.executable, "-W", "ignore", str(TOY / script), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def facts(process: subprocess.Popen) -> dict:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("backend", ["csgmv", "triton"])
+def test_decode_and_prefill_steps_are_float64_lora(stub, backend):
+    found = facts(start(stub, "decode_steps.py", backend, "--steps", "12", "--check-every", "2"))
+    assert found["moved"] > 0.3, "the adapters do not matter, so the test shows nothing"
+    assert found["error"] < 1e-2 and found["prefill_error"] < 1e-2
+    assert {found["sites"][site] for site in ("adapters", "qkv", "row", "merged")} == {"bound"}
+    assert not found["stock_prepared"], "sglang's own LoRA metadata was prepared although nothing reads it"
+
+
+def test_two_ranks_reduce_once_a_row_layer(stub):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [start(stub, "tensor_parallel.py", str(rank), "2", port) for rank in range(2)]
+    for found in map(facts, ranks):
+        assert found["moved"] > 0.3 and found["error"] < 1e-2
+        assert found["reductions"] == [[5, 256]] * 4  # o and down of two layers: stock reduces each twice
+        assert not found["stock_prepared"]

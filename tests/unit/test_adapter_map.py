@@ -1,0 +1,166 @@
+"""The tables that the kernels read, against a manager that has only what they are made from."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from lora_fastpath import settings, stock
+from lora_fastpath.gate import Path
+from lora_fastpath.kernels import tiles as tiling
+from lora_fastpath.patches import adapters, dense
+
+RANKS = {"a": 8, "b": 16, "zero": 0}
+
+
+class Mode:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_decode(self) -> bool:
+        return self.name == "decode"
+
+    def is_extend(self) -> bool:
+        return self.name == "extend"
+
+    def is_target_verify(self) -> bool:
+        return self.name == "verify"
+
+    def is_idle(self) -> bool:
+        return self.name == "idle"
+
+    def is_cuda_graph(self) -> bool:
+        return self.name in ("decode", "verify")
+
+
+def batch_of(uids, mode="decode", lengths=None, draft=0):
+    return types.SimpleNamespace(
+        forward_mode=Mode(mode), batch_size=len(uids), lora_ids=uids, extend_seq_lens_cpu=lengths,
+        spec_info=types.SimpleNamespace(draft_token_num=draft),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    slots = {"a": 2, "b": 0, "zero": 1, None: 3}
+    loras = {
+        name: types.SimpleNamespace(config=types.SimpleNamespace(r=rank), scaling=rank / 4)
+        for name, rank in RANKS.items()
+    }
+    pool = types.SimpleNamespace(uid_to_buffer_id=slots, get_buffer_id=slots.__getitem__)
+    monkeypatch.setattr(stock, "needs_stock_batch", lambda manager: "")
+    monkeypatch.setattr(stock, "capturing", lambda: False)
+    chosen = settings.Settings.from_environ({"LORA_FASTPATH": "1"}, ["adapters"])
+    monkeypatch.setattr(settings, "_current", chosen)
+    return types.SimpleNamespace(device=torch.device("cpu"), max_loras_per_batch=4, memory_pool=pool, loras=loras)
+
+
+@pytest.fixture
+def adapter_map(manager):
+    return adapters.AdapterMap(manager)
+
+
+def prepare(adapter_map, batch):
+    stock_calls = []
+    adapter_map.prepare(batch, lambda: stock_calls.append(batch))
+    return adapter_map.batch
+
+
+def row_slots(table: torch.Tensor, rows: int) -> list[int]:
+    """Slot of each row according to a tile table."""
+    slots = [tiling.NO_ADAPTER] * rows
+    for line in table.tolist():
+        for row in line[tiling.HEADER :]:
+            if row >= 0:
+                assert line[0] >= 0 and slots[row] == tiling.NO_ADAPTER
+                slots[row] = line[0]
+    return slots
+
+
+def test_unknown_rank_zero_and_no_adapter_are_none(adapter_map):
+    batch = prepare(adapter_map, batch_of(["a", None, "nobody", "zero", "b", "a"]))
+    assert batch.path is Path.TWO_STREAMS and batch.rows == 6
+    for table in batch.tables.values():
+        assert row_slots(table, 6) == [2, -1, -1, -1, 0, 2]
+        ranks = {line[0]: line[1] for line in table.tolist() if line[0] >= 0}
+        assert ranks == {2: 8, 0: 16}
+
+
+def test_batch_without_adapters_runs_nothing(adapter_map):
+    assert prepare(adapter_map, batch_of([None, "nobody", "zero"])).path is Path.BASE
+
+
+def test_prefill_maps_every_row_of_a_request(adapter_map):
+    batch = prepare(adapter_map, batch_of(["b", None, "a"], "extend", [3, 70, 2]))
+    assert batch.path is Path.ONE_STREAM
+    for table in batch.tables.values():
+        assert row_slots(table, 75) == [0] * 3 + [-1] * 70 + [2] * 2
+
+
+def test_speculative_verify_has_several_rows_a_request(adapter_map):
+    batch = prepare(adapter_map, batch_of(["a", None], "verify", draft=3))
+    assert batch.path is Path.TWO_STREAMS and batch.rows == 6
+    assert row_slots(batch.tables[batch.launch.expand_rows], 6) == [2, 2, 2, -1, -1, -1]
+
+
+def test_graph_tables_are_rewritten_in_place_and_padding_is_none(adapter_map, manager, monkeypatch):
+    manager.max_bs_in_cuda_graph = 32
+    adapter_map.allocate_static(32)
+    monkeypatch.setattr(stock, "capturing", lambda: True)
+    monkeypatch.setattr(stock, "nolora_graph", lambda: False)
+    captured = prepare(adapter_map, batch_of([None] * 16))
+    assert captured.path is Path.TWO_STREAMS
+    table = captured.tables[captured.launch.expand_rows]
+    assert len(table) == tiling.max_tiles(16, 4, captured.launch.expand_rows)
+    monkeypatch.setattr(stock, "capturing", lambda: False)
+    for uids in (["a"] * 9, ["b", "a", None, "a"] * 3, [None] * 5, ["b"]):
+        prepare(adapter_map, batch_of(uids))
+        slots = [{"a": 2, "b": 0, None: -1}[uid] for uid in uids]
+        assert row_slots(table, 16) == slots + [-1] * (16 - len(slots))
+
+
+def test_a_larger_batch_clears_the_tables_that_only_smaller_graphs_read(adapter_map, manager):
+    manager.max_bs_in_cuda_graph = 128
+    adapter_map.allocate_static(128)
+    prepare(adapter_map, batch_of(["a"] * 4))
+    prepare(adapter_map, batch_of(["b"] * 100))
+    static = adapter_map._static
+    assert (static[1][:, 0] == -1).all() and (static[16][:, 0] == -1).all()
+    assert row_slots(static[dense.launch_for(100).expand_rows], 128) == [0] * 100 + [-1] * 28
+
+
+def test_tables_start_at_addresses_that_share_one_compilation(adapter_map, manager):
+    manager.max_bs_in_cuda_graph = 96
+    adapter_map.allocate_static(96)
+    offsets = {table.data_ptr() - adapter_map._static_buffer.data_ptr() for table in adapter_map._static.values()}
+    assert len(offsets) == len(dense.TILE_ROWS) and all(offset % 128 == 0 for offset in offsets)
+
+
+def test_a_graph_that_nobody_announced_is_refused(adapter_map, monkeypatch):
+    monkeypatch.setattr(stock, "capturing", lambda: True)
+    monkeypatch.setattr(stock, "nolora_graph", lambda: False)
+    with pytest.raises(ValueError, match="a graph of 2 rows is captured, 0 were announced"):
+        prepare(adapter_map, batch_of([None, None]))
+    assert adapter_map.batch is None
+
+
+def test_fall_back_prepares_stock_for_the_current_batch_once(adapter_map):
+    calls = []
+    adapter_map.prepare(batch_of(["a"]), lambda: calls.append("prepared"))
+    assert not adapter_map.prepares_stock
+    adapter_map.fall_back("a reason")
+    adapter_map.fall_back("another reason")
+    assert calls == ["prepared"] and adapter_map.prepares_stock
+
+
+def test_every_launch_setting_has_its_tables():
+    for rows in (1, 4, 5, 64, 65, 512, 513, 4096, 4097, 100_000):
+        launch = dense.launch_for(rows)
+        assert rows <= launch.rows
+        for size in (launch.shrink_rows, launch.expand_rows):
+            assert size in dense.TILE_ROWS and min(rows, 5000) <= dense.LARGEST_BATCH_OF_TILES[size]
+    assert sorted(launch.rows for launch in dense.LAUNCHES) == [launch.rows for launch in dense.LAUNCHES]
+    assert np.all(np.asarray(sorted(dense.TILE_ROWS)) >= 1)
