@@ -1,0 +1,55 @@
+# make demo      set up, then show the overlay at work on this machine
+# make test      set up, then lint and all tests that need no GPU
+# make gpu-test  the tests that need a CUDA GPU
+# make lint, make wheel, make figures (RESULTS.md and the README's tables), make clean
+# A second run skips the set-up. PYTHON=... picks the interpreter (3.10 to 3.13), VENV=... another place for the environment.
+
+VENV := .venv
+SGLANG := sglang==0.5.12.post1
+# the release of transformers that sglang 0.5.12 pins does not import with kernels 0.13
+ALSO := kernels<0.13
+PYTHON := $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; do \
+	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.set-up
+
+.PHONY: demo test gpu-test lint wheel figures clean tools
+.DELETE_ON_ERROR:
+
+demo: tools $(STAMP)
+	$(RUN) benchmarks/demo.py
+
+test: tools $(STAMP) lint
+	$(RUN) -m pytest -m "not gpu" -ra --durations=10
+
+gpu-test: $(STAMP)
+	$(RUN) -m pytest -m gpu -ra
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+
+wheel: $(STAMP)
+	$(RUN) -m pip wheel --no-deps -w dist .
+
+figures: $(STAMP)
+	$(RUN) benchmarks/report.py
+
+# The overlay itself is not installed: a checkout runs from where it is.
+$(STAMP): setup.cfg Makefile
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 found; name one: make PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "Setting up $(VENV) with $(SGLANG): about 10 GB, 2 to 10 minutes"
+	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	$(RUN) -c "import configparser as c; s = c.ConfigParser(); s.read('setup.cfg'); \
+		print(s['options']['install_requires'], s['options.extras_require']['cli'], s['options.extras_require']['test'], sep='\n')" \
+		> $(VENV)/needs.txt
+	$(RUN) -m pip install --disable-pip-version-check "$(SGLANG)" "$(ALSO)" -r $(VENV)/needs.txt
+	@touch $@
+
+# sglang's kernels link libcuda; where there is no driver the tests compile an empty one.
+tools:
+	@for t in gcc nm; do command -v $$t >/dev/null || { \
+		echo "make: $$t is missing; the CPU engine needs it to build a stand-in for libcuda (Debian, Ubuntu: apt install gcc binutils)"; \
+		exit 1; }; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,192 @@
+"""Write what an engine needs to be timed: a model folder (a config, no weights) and random PEFT adapters for it.
+
+Speed depends on sizes and layouts alone, so the base weights are sglang's dummies (load_format="dummy"). Nothing here
+says anything about results: those are checked with real weights by the tests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+FP8_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+QWEN3 = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_MOE = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+QWEN3_8B = {
+    **QWEN3,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 36,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+}
+TINY_MOE = {
+    **QWEN3_MOE,
+    "head_dim": 32,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_window_layers": 2,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# A shape is a Hugging Face config. To add one: put its config here under the name the results shall carry.
+SHAPES = {
+    "qwen3-30b-a3b-fp8": {**QWEN3_MOE, "quantization_config": FP8_BLOCKS},
+    "qwen3-30b-a3b-bf16": QWEN3_MOE,
+    "qwen3-8b-bf16": QWEN3_8B,
+    "tiny-moe": TINY_MOE,  # small enough for a CPU
+}
+TARGETS = ("attention", "all-linear", "experts", "all")
+
+
+def is_moe(config: dict) -> bool:
+    return "num_experts" in config
+
+
+def linears(config: dict, targets: str) -> list[tuple[str, int, int]]:
+    """Modules of one layer that an adapter touches: (name within the layer, output width, input width).
+
+    `all-linear` leaves the experts out (that is what PEFT's "all-linear" does with fused experts), `all` has them.
+    Raises ValueError where the model has no such modules.
+    """
+    hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head = config["head_dim"]
+    attention = [
+        ("self_attn.q_proj", heads * head, hidden),
+        ("self_attn.k_proj", kv * head, hidden),
+        ("self_attn.v_proj", kv * head, hidden),
+        ("self_attn.o_proj", hidden, heads * head),
+    ]
+    mlp: list[tuple[str, int, int]] = []
+    experts: list[tuple[str, int, int]] = []
+    if is_moe(config):
+        wide = config["moe_intermediate_size"]
+        for e in range(config["num_experts"]):
+            experts += _gated(f"mlp.experts.{e}", hidden, wide)
+    else:
+        mlp = _gated("mlp", hidden, config["intermediate_size"])
+    chosen = {
+        "attention": attention,
+        "all-linear": attention + mlp,
+        "experts": experts,
+        "all": attention + mlp + experts,
+    }[targets]
+    if not chosen:
+        raise ValueError(f"targets={targets!r}: this model has no such layers")
+    return chosen
+
+
+def _gated(prefix: str, hidden: int, wide: int) -> list[tuple[str, int, int]]:
+    return [
+        (f"{prefix}.gate_proj", wide, hidden),
+        (f"{prefix}.up_proj", wide, hidden),
+        (f"{prefix}.down_proj", hidden, wide),
+    ]
+
+
+def write_model(folder: Path, shape: str, layers: int | None) -> dict:
+    """Write FOLDER/config.json for `shape` cut to `layers` layers (None: all); returns the config."""
+    config = dict(SHAPES[shape])
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(tokens))
+    return config
+
+
+def write_adapters(root: Path, config: dict, targets: str, rank: int, count: int) -> dict[str, str]:
+    """Write ROOT/adapter0.. (bfloat16, lora_alpha = 2 * rank); returns name -> folder. Reuses what an equal call wrote."""
+    modules = linears(config, targets)
+    layers = config["num_hidden_layers"]
+    wanted = json.dumps([config, targets, rank, count], sort_keys=True)
+    stamp = root / "adapters.json"
+    folders = {f"adapter{k}": str(root / f"adapter{k}") for k in range(count)}
+    if stamp.exists() and stamp.read_text() == wanted:
+        return folders
+
+    import torch
+    from safetensors.torch import save_file
+
+    # Every matrix is a window of one pool of random numbers: drawing billions of them would take minutes.
+    # The pool is scaled so that deltas are small beside the base outputs, as a trained adapter's are.
+    biggest = rank * max(max(out, into) for _, out, into in modules)
+    pool = (torch.randn(max(1 << 22, 2 * biggest), generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+
+    for k, folder in enumerate(map(Path, folders.values())):
+        folder.mkdir(parents=True, exist_ok=True)
+        starts = torch.Generator().manual_seed(k + 1)
+
+        def window(rows: int, columns: int, starts: torch.Generator = starts) -> torch.Tensor:
+            start = int(torch.randint(pool.numel() - rows * columns + 1, (1,), generator=starts))
+            return pool[start : start + rows * columns].view(rows, columns).clone()
+
+        tensors = {}
+        for layer in range(layers):
+            for name, out, into in modules:
+                key = f"base_model.model.model.layers.{layer}.{name}"
+                tensors[f"{key}.lora_A.weight"] = window(rank, into)
+                tensors[f"{key}.lora_B.weight"] = window(out, rank)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        peft = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted({name.rsplit(".", 1)[1] for name, _, _ in modules}),
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(peft))
+    stamp.write_text(wanted)
+    return folders

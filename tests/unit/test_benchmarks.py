@@ -1,0 +1,295 @@
+"""The measuring scripts: what they start, what they do with an engine that fails, what they make of the numbers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import engine_ab  # noqa: E402
+import engine_pool  # noqa: E402
+import model_folder  # noqa: E402
+from kernel_table import kernel_table  # noqa: E402
+
+sys.path.remove(str(ROOT / "benchmarks"))
+
+FAKE_WORKER = """
+import json, os, sys, time
+settings = json.loads(sys.stdin.readline())
+print(json.dumps(settings["start"]), flush=True)
+for line in sys.stdin:
+    op = json.loads(line)["op"]
+    if op == "die":
+        print("last words", file=sys.stderr, flush=True)
+        os._exit(3)
+    if op == "hang":
+        time.sleep(60)
+    if op == "exit":
+        break
+    good = op != "refuse"
+    print(json.dumps({"ok": good, "ms": [2.0], "tokens": []} if good else {"ok": False, "error": "no"}), flush=True)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(name, first answer): an EngineProcess whose engine is the script above."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(FAKE_WORKER)
+    monkeypatch.setattr(engine_pool, "WORKER", worker)
+    engines = []
+
+    def make(name: str, answer: dict | None = None) -> engine_pool.EngineProcess:
+        engine = engine_pool.EngineProcess(
+            name, {"start": answer or {"ok": True}}, dict(os.environ), tmp_path / f"{name}.log"
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    engine_pool.close_all(engines, patience=1)
+    assert all(engine.process.poll() is not None for engine in engines)
+
+
+class TestEngines:
+    def test_answers(self, start):
+        engine = start("a")
+        engine.wait_until_up(20)
+        assert engine.ask("decode", 20) == {"ms": [2.0], "tokens": []}
+        assert engine.alive and engine.start_seconds > 0
+
+    def test_a_refused_request_leaves_the_engine_alive(self, start):
+        engine = start("a")
+        engine.wait_until_up(20)
+        with pytest.raises(engine_pool.EngineError, match="a: refuse: no"):
+            engine.ask("refuse", 20)
+        assert engine.ask("decode", 20)["ms"] == [2.0]
+
+    def test_a_dead_engine_shows_its_last_words(self, start):
+        engine = start("a")
+        engine.wait_until_up(20)
+        with pytest.raises(engine_pool.EngineError, match="(?s)a: its process ended during die.*last words"):
+            engine.ask("die", 20)
+        assert not engine.alive
+        with pytest.raises(engine_pool.EngineError, match="not running"):
+            engine.ask("decode", 20)
+
+    def test_a_hung_engine_is_ended(self, start):
+        engine = start("a")
+        engine.wait_until_up(20)
+        began = time.monotonic()
+        with pytest.raises(engine_pool.EngineError, match="no answer to hang within 1 s"):
+            engine.ask("hang", 1)
+        assert engine.process.poll() is not None and time.monotonic() - began < 20
+
+    def test_an_engine_that_does_not_start(self, start):
+        engine = start("a", {"ok": False, "error": "out of memory"})
+        with pytest.raises(engine_pool.EngineError, match="out of memory"):
+            engine.wait_until_up(20)
+        assert not engine.alive
+
+    def test_the_others_are_measured_on(self, start):
+        engines = [start(name) for name in "abc"]
+        for engine in engines:
+            engine.wait_until_up(20)
+        ops = iter(["decode", "die", "decode"] + ["decode"] * 10)
+        samples, _ = engine_ab.sample_in_turn(engines, 3, lambda engine: engine.ask(next(ops), 20))
+        assert samples == {"a": [2.0] * 3, "c": [2.0] * 3}
+        assert [engine.alive for engine in engines] == [True, False, True]
+
+    def test_rounds_alternate_in_direction(self):
+        order = []
+
+        def ask(engine):
+            order.append(engine.name)
+            return {"ms": [1.0], "tokens": []}
+
+        engine_ab.sample_in_turn([SimpleNamespace(name=n, alive=True) for n in "abc"], 3, ask)
+        assert "".join(order) == "abccbaabc"
+
+    def test_ports_differ(self):
+        assert len(set(engine_pool.free_ports(8))) == 8
+
+
+class TestEnvironment:
+    def test_stock_knows_nothing_of_the_overlay(self, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), "/somewhere"]))
+        for name in ("LORA_FASTPATH", "LORA_FASTPATH_SITES", "SGLANG_EXPERIMENTAL_LORA_OPTI"):
+            monkeypatch.setenv(name, "1")
+        env = engine_pool.environment(overlay=False)
+        assert env["PYTHONPATH"] == "/somewhere"
+        assert not [name for name in env if name.startswith("LORA_FASTPATH") or name == "SGLANG_EXPERIMENTAL_LORA_OPTI"]
+
+    def test_overlay_comes_first_and_keeps_the_callers_settings(self, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", "/somewhere")
+        monkeypatch.setenv("LORA_FASTPATH_SITES", "all,-row")
+        env = engine_pool.environment(overlay=True, extra={"PYTHONPATH": "/shims"})
+        assert env["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/shims"]
+        assert (env["LORA_FASTPATH"], env["LORA_FASTPATH_SITES"]) == ("1", "all,-row")
+
+
+class TestModels:
+    def test_qwen3_8b_layer(self):
+        widths = {name: (out, into) for name, out, into in model_folder.linears(model_folder.QWEN3_8B, "all-linear")}
+        assert widths["self_attn.q_proj"] == (4096, 4096) and widths["self_attn.k_proj"] == (1024, 4096)
+        assert widths["mlp.down_proj"] == (4096, 12288) and len(widths) == 7
+
+    def test_targets(self):
+        count = {t: len(model_folder.linears(model_folder.TINY_MOE, t)) for t in model_folder.TARGETS}
+        assert count == {"attention": 4, "all-linear": 4, "experts": 24, "all": 28}
+        with pytest.raises(ValueError, match="'experts'"):
+            model_folder.linears(model_folder.QWEN3_8B, "experts")
+
+    def test_adapter_files(self, tmp_path):
+        torch = pytest.importorskip("torch")
+        load_file = pytest.importorskip("safetensors.torch").load_file
+        config = model_folder.write_model(tmp_path / "model", "tiny-moe", 1)
+        folders = model_folder.write_adapters(tmp_path, config, "all", 4, 2)
+        first, second = (load_file(f"{folder}/adapter_model.safetensors") for folder in folders.values())
+        key = "base_model.model.model.layers.0.mlp.experts.7.down_proj.lora_"
+        assert first[f"{key}A.weight"].shape == (4, 64) and first[f"{key}B.weight"].shape == (128, 4)
+        assert first[f"{key}A.weight"].dtype == torch.bfloat16 and len(first) == 2 * 28
+        assert not torch.equal(first[f"{key}A.weight"], second[f"{key}A.weight"])
+        peft = json.loads((tmp_path / "adapter0/adapter_config.json").read_text())
+        assert (peft["r"], peft["lora_alpha"]) == (4, 8) and "gate_proj" in peft["target_modules"]
+
+    def test_adapters_are_made_anew_for_another_rank(self, tmp_path):
+        load_file = pytest.importorskip("safetensors.torch").load_file
+        config = model_folder.write_model(tmp_path / "model", "tiny-moe", 1)
+        for rank in (4, 8):
+            folder = model_folder.write_adapters(tmp_path, config, "attention", rank, 1)["adapter0"]
+            weights = load_file(f"{folder}/adapter_model.safetensors")
+            assert weights["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape[0] == rank
+
+
+class TestSettings:
+    def test_defaults_fit_the_cells(self):
+        args = engine_ab.arguments(["--prefill", "1,8192"])
+        settings = engine_ab.engine_settings(args, model_folder.QWEN3_MOE, Path("m"))
+        assert settings["cuda_graph_bs"] == [1, 16, 64, 256] and settings["max_running_requests"] == 256
+        assert settings["max_total_tokens"] == 256 * 256 + 16384 and settings["context_length"] > 8192
+        assert settings["moe_runner_backend"] == "triton"
+        assert "moe_runner_backend" not in engine_ab.engine_settings(args, model_folder.QWEN3_8B, Path("m"))
+
+    def test_cpu_engines_start_one_by_one(self):
+        args = engine_ab.arguments(["--device", "cpu"])
+        assert args.start == "one-by-one"
+        assert engine_ab.engine_settings(args, model_folder.TINY_MOE, Path("m"))["disable_cuda_graph"]
+
+    def test_unknown_engine(self, capsys):
+        with pytest.raises(SystemExit):
+            engine_ab.arguments(["--engines", "base,turbo"])
+        assert "turbo" in capsys.readouterr().err
+
+
+SAMPLES = {
+    "base": [1.0, 1.1, 0.9],
+    "stock_csgmv": [2.0, 2.0, 2.0],
+    "stock_triton": [1.6, 1.6, 1.6],
+    "fast": [1.25, 1.25, 1.5],
+}
+
+
+class TestCells:
+    def test_the_faster_stock_backend_counts(self):
+        cell = engine_ab.make_cell({"tokens": 16}, SAMPLES, {"fast": [[1]]})
+        assert (cell["ms_base"], cell["ms_stock"], cell["ms_fast"], cell["stock_backend"]) == (1.0, 1.6, 1.25, "triton")
+        assert (cell["kept_stock"], cell["kept_fast"]) == (0.625, 0.8)
+        assert (cell["ms_stock_csgmv"], cell["ms_stock_triton"]) == (2.0, 1.6)
+        assert cell["spread"] == 0.2 and cell["tokens"] == 16  # 1.5 against 1.25
+
+    def test_missing_engines_leave_gaps(self):
+        cell = engine_ab.make_cell({}, {"fast": [1.0], "base": []}, {})
+        assert (cell["ms_base"], cell["ms_stock"], cell["kept_fast"], cell["stock_backend"]) == (None,) * 4
+        assert "1.000" in engine_ab.table([cell | {"phase": "decode", "batch": 1, "tokens": 1, "adapters": 1}])
+
+    def test_no_cell_after_the_time_limit(self, tmp_path):
+        args = engine_ab.arguments(
+            ["--time-limit", "-1", "--results", str(tmp_path), "--batches", "1", "--adapters", "1"]
+        )
+        run = engine_ab.Run(args, [], {"cells": []})
+        run.measure()
+        assert run.result["cells"] == []
+
+    def test_each_cell_is_written_at_once(self, tmp_path):
+        args = engine_ab.arguments(["--results", str(tmp_path), "--name", "n"])
+        engine = SimpleNamespace(name="base", alive=True, ask=lambda *a, **k: {"ms": [1.0], "tokens": []})
+        run = engine_ab.Run(args, [engine], {"cells": []})
+        run.cell({"phase": "decode", "batch": 1, "tokens": 1, "adapters": 1}, 5, {}, lambda e: e.ask())
+        written = json.loads((tmp_path / "n.json").read_text())["cells"]
+        assert len(written) == 1 and written[0]["samples"] == {"base": [1.0] * 5}
+        assert {"model", "layers", "targets", "rank"} <= set(written[0])
+
+
+class TestKernelTable:
+    def trace(self, tmp_path, steps: int) -> str:
+        events, now = [], 0
+        for _ in range(steps):
+            for name, dur in (("void gemm<float>(int)", 30), ("_shrink", 5), ("_shrink", 7), ("reduce<ArgMax>", 3)):
+                events.append({"cat": "kernel", "name": name, "ts": now, "dur": dur})
+                now += dur + 1
+        path = tmp_path / "t.json.gz"
+        with gzip.open(path, "wt") as file:
+            json.dump({"traceEvents": [{"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1}, *events]}, file)
+        return str(path)
+
+    def test_sums_a_step(self, tmp_path):
+        lines = kernel_table(self.trace(tmp_path, 12)).splitlines()
+        assert "launches 4" in lines[0] and "sum 45 us" in lines[0]
+        assert lines[1].split() == ["30.0", "us", "x", "1.0", "30.00", "us", "each", "gemm"]
+        assert lines[2].split()[:4] == ["12.0", "us", "x", "2.0"]
+
+    def test_says_when_there_is_no_step(self, tmp_path):
+        with pytest.raises(ValueError, match="no decode steps"):
+            kernel_table(self.trace(tmp_path, 4))
+
+
+RESULT = {
+    "gpu": "NVIDIA H200", "driver": "1", "sglang": "0.5.12.post1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04:05",
+    "command": "python x", "commit": "abc",
+    "cells": [{"model": "m", "layers": 16, "targets": "attention", "rank": 16, "adapters": 1, "phase": phase, "batch": 1,
+               "tokens": 8, "ms_base": 1.0, "ms_stock": 2.0, "stock_backend": "triton", "ms_fast": None,
+               "kept_stock": 0.5, "kept_fast": None, "spread": 0.011} for phase in ("decode", "prefill")],
+}  # fmt: skip
+
+
+class TestReport:
+    @pytest.fixture
+    def report(self):
+        import importlib.util
+
+        spec = importlib.util.spec_from_file_location("benchmark_report", ROOT / "benchmarks" / "report.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def test_page_has_every_cell(self, report):
+        page = report.page({"run": RESULT})
+        assert "| 1 | 1 | 1.000 | 2.000 (triton) | - | 50.0% | - | 1.1% |" in page
+        assert "| 1 | 8 | 1.000 |" in page and "Commit abc." in page
+
+    def test_figures_go_between_the_markers(self, report):
+        readme = "a\n<!-- figures: made by benchmarks/report.py -->\nold\n<!-- end of figures -->\nb\n"
+        new = report.between_markers(readme, "figures", report.summary({"run": RESULT}))
+        assert new.startswith("a\n") and new.endswith("\nb\n") and "old" not in new and "50.0%" in new
+        assert report.between_markers(new, "figures", "old") == readme
+        with pytest.raises(ValueError, match="no lines"):
+            report.between_markers("nothing", "figures", "x")
+
+    def test_every_site_is_listed(self, report):
+        from lora_fastpath.sites import SITES
+
+        table = report.site_table()
+        assert all(f"| `{site.name}` |" in table for site in SITES) and len(table.splitlines()) == 2 + len(SITES)
+
+    def test_the_committed_pages_say_what_the_results_say(self, report):
+        assert report.main(["--check"]) == 0
