@@ -6,8 +6,8 @@ line of an int32 table that the shrink and the expand kernel share:
     [ slot | rank | scaling (float32 bits) | used tiles | row 0 | row 1 | ... | row rows-1 ]
 
 Rows without an adapter appear in no tile, so no kernel ever touches them. Used lines stand first, each says how many
-there are, and an unused line has slot -1. Everything that a block needs to know stands in one line, because each further dependent load
-would cost about 0.6 us of a kernel that takes 2 us.
+there are, and an unused line has slot -1. Everything that a block needs to know stands in one line, because one load that waits for
+another is a good part of a kernel that takes 2 us.
 
 The table is built on the host once a step. Under CUDA graphs the grid is captured for the most tiles that any batch
 of that size can need (`max_tiles`) and the table is refilled before every replay.

@@ -41,10 +41,6 @@ def rows_per_request(forward_batch: Any) -> np.ndarray:
     raise ValueError(f"forward mode {mode} has no rows per request")
 
 
-def is_decode_shaped(forward_batch: Any) -> bool:
-    return forward_batch.forward_mode.is_decode() or forward_batch.forward_mode.is_target_verify()
-
-
 def may_replay(manager: Any, forward_batch: Any) -> bool:
     """True when sglang may serve this batch from a captured graph, whose kernels read the static tables."""
     return (

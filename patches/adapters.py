@@ -81,7 +81,6 @@ class AdapterMap:
         path, reason = gate.choose(
             rows=rows,
             active=bool(adapters),
-            decode=stock.is_decode_shaped(forward_batch),
             capturing=capturing,
             nolora_graph=capturing and stock.nolora_graph(),
             max_tokens=settings.current().max_tokens,

@@ -82,7 +82,7 @@ def row_slots(table: torch.Tensor, rows: int) -> list[int]:
 
 def test_unknown_rank_zero_and_no_adapter_are_none(adapter_map):
     batch = prepare(adapter_map, batch_of(["a", None, "nobody", "zero", "b", "a"]))
-    assert batch.path is Path.TWO_STREAMS and batch.rows == 6
+    assert batch.path is Path.ONE_STREAM and batch.rows == 6
     for table in batch.tables.values():
         assert row_slots(table, 6) == [2, -1, -1, -1, 0, 2]
         ranks = {line[0]: line[1] for line in table.tolist() if line[0] >= 0}
@@ -102,7 +102,7 @@ def test_prefill_maps_every_row_of_a_request(adapter_map):
 
 def test_speculative_verify_has_several_rows_a_request(adapter_map):
     batch = prepare(adapter_map, batch_of(["a", None], "verify", draft=3))
-    assert batch.path is Path.TWO_STREAMS and batch.rows == 6
+    assert batch.rows == 6
     assert row_slots(batch.tables[batch.launch.expand_rows], 6) == [2, 2, 2, -1, -1, -1]
 
 

@@ -6,22 +6,21 @@ import pytest
 
 from lora_fastpath.gate import Path, choose
 
-DECODE = dict(rows=16, active=True, decode=True, capturing=False, nolora_graph=False, max_tokens=256)
+GRAPH = dict(rows=16, active=False, capturing=True, nolora_graph=False, max_tokens=256)
 
 
 @pytest.mark.parametrize(
     "change,path",
     [
-        ({}, Path.TWO_STREAMS),
+        ({}, Path.TWO_STREAMS),  # captured with no adapter, replayed with any
         ({"rows": 256}, Path.TWO_STREAMS),
         ({"rows": 257}, Path.ONE_STREAM),
-        ({"decode": False}, Path.ONE_STREAM),
-        ({"active": False}, Path.BASE),
-        # A graph is captured with no adapter and replayed with any.
-        ({"active": False, "capturing": True}, Path.TWO_STREAMS),
-        ({"capturing": True, "nolora_graph": True}, Path.BASE),
+        ({"nolora_graph": True}, Path.BASE),
+        ({"capturing": False}, Path.BASE),
+        ({"capturing": False, "active": True}, Path.ONE_STREAM),
+        ({"capturing": False, "active": True, "rows": 8192}, Path.ONE_STREAM),
     ],
 )
 def test_path(change, path):
-    found, reason = choose(**DECODE | change)
+    found, reason = choose(**GRAPH | change)
     assert found is path and reason
