@@ -20,7 +20,7 @@ demo: tools $(STAMP)
 	$(RUN) benchmarks/demo.py
 
 test: tools $(STAMP) lint
-	$(RUN) -m pytest -m "not gpu" -ra --durations=10
+	TRITON_INTERPRET=1 $(RUN) -m pytest -m "not gpu" -ra --durations=10
 
 gpu-test: $(STAMP)
 	$(RUN) -m pytest -m gpu -ra

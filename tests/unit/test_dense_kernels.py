@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ from lora_fastpath.kernels import tiles as tiling
 from lora_fastpath.kernels.expand import expand
 from lora_fastpath.kernels.shrink import shrink
 from lora_fastpath.selfcheck import Case, make_case
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set")
 
 
 def random_case(rows, k, widths, ranks, **options) -> Case:
