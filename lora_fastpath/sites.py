@@ -41,4 +41,17 @@ SITES = (
     _dense("column", "ColumnParallelLinearWithLoRA", "input_"),
     _dense("row", "RowParallelLinearWithLoRA", "input_", "skip_all_reduce", "forward_batch"),
     _dense("replicated", "ReplicatedLinearWithLoRA", "x"),
+    Site(
+        name="fix-lm-head-logprobs",
+        module="sglang.srt.lora.backend.triton_backend",
+        targets={
+            "TritonLoRABackend._prepare_lm_head_batch_info": ("self", "forward_batch", "weight_indices", "batch_info")
+        },
+        releases=RELEASES,
+        patch="lora_fastpath.patches.fix_lm_head_logprobs",
+        differs=(
+            "with lora_backend triton and an adapter on lm_head, stock's scheduler dies when the logprobs of a long prompt "
+            "are computed in chunks: here the request is answered"
+        ),
+    ),
 )

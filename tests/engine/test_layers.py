@@ -15,12 +15,13 @@ import pytest
 TOY = harness.ROOT / "tests" / "toy"
 
 
-def start(stub: pathlib.Path, script: str, *arguments: str) -> subprocess.Popen:
+def start(stub: pathlib.Path, script: str, *arguments: str, **switches: str) -> subprocess.Popen:
     environment = harness.base_environment(stub) | {
         "PYTHONPATH": os.pathsep.join([str(harness.ROOT), str(harness.SHIMS)]),
         "LORA_FASTPATH": "1",
         "LORA_FASTPATH_MAX_TOKENS": "16",
         "LORA_FASTPATH_STRICT": "1",
+        **switches,
     }
     command = [sys.executable, "-W", "ignore", str(TOY / script), *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -50,3 +51,16 @@ def test_two_ranks_reduce_once_a_row_layer(stub):
         assert found["moved"] > 0.3 and found["error"] < 1e-2
         assert found["reductions"] == [[5, 256]] * 4  # o and down of two layers: stock reduces each twice
         assert not found["stock_prepared"]
+
+
+def test_lm_head_logprobs_in_chunks_are_answered(stub):
+    found = facts(start(stub, "lm_head_chunks.py"))
+    # 40 tokens of adapter 0, then 30 of adapter 1, in passes of 16
+    assert found == [[[0], [16], 16], [[0], [16], 16], [[0, 1], [8, 8], 16], [[1], [16], 16], [[1], [6], 6]]
+
+
+def test_lm_head_logprobs_in_chunks_kill_stock(stub):
+    """The fault that the fix is for; when a release no longer has it, the fix can go."""
+    process = start(stub, "lm_head_chunks.py", LORA_FASTPATH_SITES="all,-fix-lm-head-logprobs")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode != 0 and "'NoneType' object has no attribute 'append'" in error
