@@ -196,7 +196,7 @@ class Registry:
         self.entries[name].close(State.DECLINED, f"not selected by LORA_FASTPATH_SITES={selection}")
 
     def restore(self) -> None:
-        """Put every original back, for good."""
+        """Put every original back, for good. CUDA graphs captured meanwhile keep our kernels: call it before or after serving."""
         with self._lock:
             for entry in self.entries.values():
                 if entry.state in (State.PENDING, State.BOUND):
