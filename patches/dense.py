@@ -208,10 +208,8 @@ def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: Any) -> None:
     checked: dict[tuple, str] = {}
     for name, layer in layers:
         site = SITE_OF_LAYER.get(type(layer).__name__)
-        if site is None:
-            continue
-        if not registry.is_bound(site):
-            adapter_map.fall_back(f"site {site} is off")
+        if site is None or not registry.is_bound(site):
+            adapter_map.fall_back(f"{name}, a {type(layer).__name__}, is served by stock")
             continue
         try:
             projection = _projection(site, layer, adapter_map)

@@ -1,0 +1,83 @@
+"""What the overlay did in a scheduler process, written to a file when the test driver asks for it.
+
+The driver calls `engine.collective_rpc("write_overlay_report", path=...)`, which runs the method below in the
+scheduler. It only looks at modules that are there already, so with the overlay absent or off it imports nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import inspect
+import json
+import pathlib
+import sys
+import types
+
+from import_hooks import after_import
+
+launches: collections.Counter[str] = collections.Counter()
+
+
+def install() -> None:
+    """Count the kernels' launches and give sglang's scheduler the reporting method."""
+    count("lora_fastpath.kernels.shrink", "shrink")
+    count("lora_fastpath.kernels.expand", "expand")
+
+    @after_import("sglang.srt.managers.scheduler")
+    def add_method(module):
+        module.Scheduler.write_overlay_report = lambda self, path: pathlib.Path(path).write_text(json.dumps(report()))
+
+
+def count(module_name: str, name: str) -> None:
+    """Count the calls of a launcher: by rows and, for expand, by slices."""
+
+    @after_import(module_name)
+    def wrap(module):
+        launch = getattr(module, name)
+        signature = inspect.signature(launch)
+
+        @functools.wraps(launch)
+        def counted(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            slices = given["slices"] if name == "shrink" else len(given["ends"])
+            rows = given["x" if name == "shrink" else "y"].shape[0]
+            launches[f"{name} slices={slices} rows={rows}"] += 1
+            return launch(*args, **kwargs)
+
+        setattr(module, name, counted)
+
+
+def report() -> dict:
+    """{"modules", "sites": {name: [state, reason]}, "launches": {kernel and shape: n}, "foreign"}
+
+    Sites whose target module this engine never imported (another LoRA backend's) are left out.
+    """
+    overlay = sys.modules.get("lora_fastpath.registry")
+    entries = overlay.registry.entries if overlay else {}
+    return {
+        "modules": [name for name in ("lora_fastpath", "wrapt") if name in sys.modules],
+        "sites": {n: [e.state.name, e.reason] for n, e in entries.items() if e.site.module in sys.modules},
+        "launches": dict(launches),
+        "foreign": foreign(),
+    }
+
+
+def foreign() -> list[str]:
+    """The methods of sglang's LoRA classes whose code comes from another file than their class does.
+
+    Left out is what Python itself makes: the methods of enums and dataclasses.
+    """
+    found = []
+    for module in [module for name, module in sys.modules.items() if name.startswith("sglang.srt.lora.")]:
+        for cls in vars(module).values():
+            if not isinstance(cls, type) or cls.__module__ != module.__name__ or issubclass(cls, enum.Enum):
+                continue
+            for name, value in vars(cls).items():
+                method = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                file = getattr(getattr(method, "__code__", None), "co_filename", None)
+                stock = file in (module.__file__, "<string>") and type(method) is types.FunctionType
+                if callable(value) and not isinstance(value, type) and name != "__repr__" and not stock:
+                    found.append(f"{cls.__name__}.{name}")
+    return found

@@ -1,0 +1,53 @@
+"""Whether the overlay was at work inside the engine: on it must be, absent and off not a trace of it."""
+
+from __future__ import annotations
+
+import pytest
+
+DENSE_RUNS = ["dense-triton", "dense-csgmv"]
+ALL_RUNS = [*DENSE_RUNS, "moe-triton", "moe-csgmv", "mla-csgmv"]
+
+
+@pytest.mark.parametrize(("overlay", "run"), [("absent", "dense-csgmv"), ("off", "dense-csgmv"), ("off", "moe-triton")])
+def test_no_trace_without_the_switch(engine, overlay, run):
+    result = engine(overlay, run)
+    for report in result.reports.values():
+        assert report == {"modules": [], "sites": {}, "launches": {}, "foreign": []}
+    assert result.overlay_lines == []
+
+
+@pytest.mark.parametrize("run", ALL_RUNS)
+def test_every_site_is_bound(engine, run):
+    result = engine("on", run)
+    for report in result.reports.values():
+        assert {"adapters", "qkv", "merged", "column", "row", "replicated"} <= set(report["sites"])
+        assert {state for state, _ in report["sites"].values()} == {"BOUND"}
+    assert result.overlay_lines == []
+
+
+@pytest.mark.parametrize("run", ALL_RUNS)
+def test_only_the_sites_targets_are_replaced(engine, run):
+    from lora_fastpath.sites import SITES
+
+    report = engine("on", run).reports["mixed"]
+    targets = [target for site in SITES if site.name in report["sites"] for target in site.targets]
+    assert sorted(report["foreign"]) == sorted(targets)
+
+
+@pytest.mark.parametrize("run", ALL_RUNS)
+def test_decode_takes_the_fast_kernels(engine, run):
+    """mixed: four requests decode together, through layers of one slice (o, down), two (gate_up) and three (qkv)."""
+    launches = engine("on", run).launches("mixed")
+    decode = {(kernel, slices) for kernel, slices, rows in launches if rows == 4}
+    slices = {"dense": {1, 2, 3}, "moe": {1, 3}, "mla": {1, 2}}[run.partition("-")[0]]
+    assert decode == {(kernel, n) for kernel in ("shrink", "expand") for n in slices}
+
+
+@pytest.mark.parametrize("run", ALL_RUNS)
+def test_no_kernel_without_an_adapter_in_the_batch(engine, run):
+    assert engine("on", run).launches("base_only") == set()
+
+
+@pytest.mark.parametrize("run", DENSE_RUNS)
+def test_adapter_loaded_while_serving_takes_the_fast_kernels(engine, run):
+    assert any(rows <= 4 for _, _, rows in engine("on", run).launches("reload"))
