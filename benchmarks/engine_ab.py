@@ -57,7 +57,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap.add_argument("--engines", default="base,stock_csgmv,stock_triton,fast", help=f"of {','.join(ENGINES)}")
     ap.add_argument("--steps", type=int, default=128, help="decode steps a sample")
     ap.add_argument("--reps", type=int, default=5, help="samples an engine and cell")
-    ap.add_argument("--prefill-reps", type=int, default=9, help="rounds of prefill (two samples each)")
+    ap.add_argument("--prefill-reps", type=int, default=5, help="rounds of prefill (five samples each)")
     ap.add_argument("--input-len", type=int, default=64, help="prompt length of the decode cells")
     ap.add_argument("--name", help="of the result; default: shape-targets-rank")
     ap.add_argument("--results", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -352,7 +352,7 @@ class Run:
                 {"adapters": 1, "phase": "prefill", "batch": 1, "tokens": tokens},
                 args.prefill_reps,
                 {"batch": 1, "adapters": 1, "input_len": tokens},
-                lambda engine, tokens=tokens: engine.ask("prefill", 120, tokens=tokens, adapters=1, times=2),
+                lambda engine, tokens=tokens: engine.ask("prefill", 120, tokens=tokens, adapters=1, times=5),
             )
 
     def profile(self) -> None:
