@@ -132,7 +132,12 @@ def _expand_kernel(
 
     # A table has lines for the worst mix of adapters and a batch uses few of them: blocks of unused lines leave here,
     # before they wait for anything. One stage: pipelining would load h ahead of the wait that makes it valid.
-    for tile in tl.range(tl.program_id(1), tl.load(tiles_ptr + 3), tl.num_programs(1), num_stages=1):
+    used = tl.load(tiles_ptr + 3)
+    if PDL:
+        if used <= 0:
+            # The kernel after this one waits for this one alone, so this one must not end before the base GEMM has.
+            tl.extra.cuda.gdc_wait()
+    for tile in tl.range(tl.program_id(1), used, tl.num_programs(1), num_stages=1):
         _expand_tile(
             tile, piece, n, n_live, h_ptr, b_ptr, y_ptr, tiles_ptr, y_row_stride, b_slot_stride, b_row_stride,
             R, SLICES, BLOCK_ROWS, BLOCK_R, PDL,

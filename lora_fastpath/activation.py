@@ -38,8 +38,9 @@ def activate(path_complete: bool = True) -> None:
             _start()
             return
         # What can be wrong is said now, not when a server starts; only LORA_FASTPATH=1 alone needs no reading.
-        if os.environ.get("LORA_FASTPATH", "1") != "1" or any(name.startswith("LORA_FASTPATH_") for name in os.environ):
-            _settings()
+        alone = os.environ.get("LORA_FASTPATH") == "1" and not any(n.startswith("LORA_FASTPATH_") for n in os.environ)
+        if not alone and not _settings().enabled:
+            return
         if path_complete and not _wrapt_wheels() and not _found("wrapt"):
             raise ModuleNotFoundError(_wrapt_missing())
         sys.meta_path.insert(0, Waiting(_start_or_report))

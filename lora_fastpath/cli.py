@@ -23,6 +23,20 @@ from lora_fastpath.sites import SITES
 
 LINE_START = "lora-fastpath: "
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "wrapt")
+PROBE = """
+import json, sys
+if "lora_fastpath" not in sys.modules:
+    shown = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    if shown is not None:
+        why = f"{shown} stands before the overlay's sitecustomize and does not run it; put the overlay first on PYTHONPATH"
+        json.dump({"gpu": None, "sites": {}, "hidden": why}, open(sys.argv[1], "w"))
+        sys.exit()
+    sys.path.insert(0, sys.argv[2])
+from lora_fastpath.cli import write_probe
+write_probe(sys.argv[1])
+"""
+"""Runs in the interpreter that `probe` starts. argv: the file to write, the folder that holds lora_fastpath."""
+
 PROBE_SECONDS = 300
 """Longest that importing sglang may take; 15 to 60 s were seen, on a cold disk more."""
 
@@ -89,10 +103,15 @@ def doctor(as_json: bool) -> int:
         settings, trouble = Settings.from_environ(os.environ, [site.name for site in SITES]), unreachable()
     except SettingsError as error:
         settings, trouble = None, str(error)
-    found = probe()
+    enabled = bool(settings and settings.enabled and not trouble)
+    # As a server started from here would find it; where that is off, as one with the overlay on would.
+    found = probe(dict(os.environ)) if enabled else probe(overlay_environment(os.environ))
+    if enabled and found["hidden"]:
+        enabled, trouble = False, found["hidden"]
+        found = probe(overlay_environment(os.environ))
     report = {
         "version": lora_fastpath.__version__,
-        "enabled": bool(settings and settings.enabled and not trouble),
+        "enabled": enabled,
         "sglang": installed("sglang"),
         "torch": installed("torch"),
         "gpu": found["gpu"],
@@ -107,7 +126,7 @@ def doctor(as_json: bool) -> int:
     else:
         print_report(report, settings, trouble or found["error"])
     bound = settings and all(s["state"] == "bound" for s in report["sites"] if s["name"] in settings.sites)
-    return 0 if report["enabled"] and bound else 1
+    return 0 if enabled and bound else 1
 
 
 def installed(package: str) -> str | None:
@@ -117,16 +136,16 @@ def installed(package: str) -> str | None:
         return None
 
 
-def probe() -> dict:
-    """What an interpreter with the overlay on says: {"gpu": name or None, "sites": {name: [state, reason]}, "error": text}.
+def probe(environ: dict[str, str]) -> dict:
+    """What an interpreter started with `environ` says: {"gpu": name or None, "sites": {name: [state, reason]}, ...}.
 
-    "error" is why sites are missing there, or "".
+    "error" is why sites are missing there, or ""; "hidden" is set when something else ran in place of our sitecustomize.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "probe.json")
         # strict would end the probe at the first declined site, and doctor is to show all of them
-        env = overlay_environment(os.environ) | {"LORA_FASTPATH_STRICT": "0"}
-        command = [sys.executable, "-c", f"from lora_fastpath.cli import write_probe; write_probe({str(path)!r})"]
+        env = environ | {"LORA_FASTPATH_STRICT": "0"}
+        command = [sys.executable, "-c", PROBE, str(path), str(Path(lora_fastpath.__file__).resolve().parent.parent)]
         try:
             done = subprocess.run(
                 command,
@@ -139,10 +158,16 @@ def probe() -> dict:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"gpu": None, "sites": {}, "error": f"importing sglang took more than {PROBE_SECONDS} s"}
+            return {
+                "gpu": None,
+                "sites": {},
+                "hidden": "",
+                "error": f"importing sglang took more than {PROBE_SECONDS} s",
+            }
         lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
         if not path.exists():
-            return {"gpu": None, "sites": {}, "error": f"an interpreter with the overlay on failed: {lines[-1]}"}
+            why = f"an interpreter with the overlay on failed: {lines[-1]}"
+            return {"gpu": None, "sites": {}, "hidden": "", "error": why}
         found = json.loads(path.read_text()) | {"error": ""}
         if not found["sites"]:
             said = [line for line in lines if line.startswith(LINE_START)]
@@ -172,7 +197,7 @@ def write_probe(path: str) -> None:
         if state is State.BOUND and unsupported:
             state, reason = State.DECLINED, unsupported
         sites[name] = (state.value, reason)
-    Path(path).write_text(json.dumps({"gpu": gpu, "sites": sites}))
+    Path(path).write_text(json.dumps({"gpu": gpu, "sites": sites, "hidden": ""}))
 
 
 def device() -> tuple[str | None, str]:

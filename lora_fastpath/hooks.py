@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-from lora_fastpath.registry import Registry, Site, State
+from lora_fastpath import report
+from lora_fastpath.registry import LoraFastpathError, Registry, Site, State
 from lora_fastpath.settings import Settings
 
 
@@ -20,12 +21,18 @@ def install(registry: Registry, settings: Settings) -> None:
     for name in registry.entries:
         if name not in settings.sites:
             registry.deselect(name, settings.selection)
+    helpless: dict[str, list[str]] = {}
     for name, entry in registry.entries.items():
-        missing = [needed for needed in entry.site.requires if needed not in settings.sites]
-        if entry.state is State.PENDING and missing:
-            registry.decline(
-                name, f"needs site {missing[0]}, which LORA_FASTPATH_SITES={settings.selection} leaves out"
-            )
+        for needed in entry.site.requires:
+            if entry.state is State.PENDING and needed not in settings.sites:
+                registry.deselect(name, f"{settings.selection}, since it needs site {needed}")
+                helpless.setdefault(needed, []).append(name)
+    for needed, names in helpless.items():
+        if f"-{needed}" not in settings.selection.replace(" ", "").split(","):  # else the user knows
+            text = f"site {', '.join(names)} needs site {needed}, which LORA_FASTPATH_SITES={settings.selection} leaves out"
+            if registry.strict:
+                raise LoraFastpathError(f"{text}; LORA_FASTPATH_STRICT=1 makes this an error")
+            report.line(f"{text}; stock sglang serves it (add {needed} to LORA_FASTPATH_SITES)")
     waiting: dict[str, list[Site]] = {}
     for entry in registry.entries.values():
         if entry.state is State.PENDING:

@@ -187,6 +187,18 @@ class Registry:
             raise LoraFastpathError(f"{text}; LORA_FASTPATH_STRICT=1 makes this an error")
         report.line(f"{text}; stock sglang serves it (LORA_FASTPATH_SITES=all,-{name} silences this)")
 
+    def degrade(self, name: str, reason: str) -> None:
+        """The site's wrappers stay and pass to stock's kernels: one line, the first time. LoraFastpathError in strict mode."""
+        with self._lock:
+            entry = self.entries[name]
+            if entry.reason:
+                return
+            entry.reason = reason
+        text = f"site {name} uses stock's kernels from now on: {reason}"
+        if self.strict:
+            raise LoraFastpathError(f"{text}; LORA_FASTPATH_STRICT=1 makes this an error")
+        report.line(text)
+
     def _dependents(self, name: str) -> list[Entry]:
         direct = [entry for entry in self.entries.values() if name in entry.site.requires]
         return direct + [entry for near in direct for entry in self._dependents(near.site.name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,8 @@ def unserved_mode() -> str:
         "enforce_piecewise_cuda_graph": "prefill graphs are captured without adapters",
         "enable_two_batch_overlap": "a layer sees half of the batch that was prepared",
         "enable_pdmux": "two batches are under way at once",
+        "enable_dp_attention": "idle ranks run layers for batches that are not mapped",
+        "enable_deterministic_inference": "kernel settings follow the batch's size, and so do a row's last bits",
     }
     for name, why in modes.items():
         if getattr(args, name, False):
@@ -120,6 +123,29 @@ def slice_ends(layer: torch.nn.Module) -> tuple[int, ...]:
 def reduces_output(layer: torch.nn.Module) -> bool:
     """True for a row-parallel layer whose partial outputs are summed over ranks in its forward."""
     return layer.base_layer.reduce_results and layer.base_layer.tp_size > 1
+
+
+def ranks_that_bound(sites: list[str], manager: Any, patience: float = 60.0) -> dict[int, list[str] | None]:
+    """What each rank of the tensor-parallel group says it has bound: rank -> `sites`, None for one that does not answer.
+
+    Through the key-value store that torch.distributed was started with, not a collective: a rank that runs without the
+    overlay would leave a collective hanging. patience: seconds to wait for the others.
+    """
+    import torch.distributed as dist
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    store = dist.PrefixStore("lora_fastpath", dist.distributed_c10d._get_default_store())
+    key = f"{group.unique_name}/{store.add(f'{group.unique_name}/managers/{dist.get_rank()}', 1)}"
+    store.set(f"{key}/{dist.get_rank()}", ",".join(sites))
+    answers: dict[int, list[str] | None] = {}
+    for rank in group.ranks:
+        try:
+            store.wait([f"{key}/{rank}"], datetime.timedelta(seconds=patience))
+            answers[rank] = store.get(f"{key}/{rank}").decode().split(",")
+        except dist.DistStoreError:
+            answers[rank] = None
+    return answers
 
 
 def all_reduce(partial: torch.Tensor) -> torch.Tensor:

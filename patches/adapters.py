@@ -7,6 +7,7 @@ the moment to self-check and allocate), the announcement of CUDA graphs (static 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,8 @@ class AdapterMap:
     def __init__(self, manager: Any) -> None:
         self.lanes = Lanes(manager.device)
         self.batch: Batch | None = None
+        self.sites: set[str] = set()
+        """Sites that serve some layer of this manager."""
         self._stock_reason = stock.needs_stock_batch(manager)
         self._prepare_stock: Callable[[], None] = lambda: None
         self._manager = manager
@@ -49,24 +52,38 @@ class AdapterMap:
     @property
     def prepares_stock(self) -> bool:
         """True when sglang prepares its own metadata each step too, because one of its LoRA kernels may run."""
-        return bool(self._stock_reason)
+        return bool(self._stock_reason) or not all(map(registry.is_bound, self.sites))
 
-    def fall_back(self, reason: str) -> None:
-        """From now on sglang's kernels may run: prepare their metadata, for the current batch too."""
+    def fall_back(self, reason: str, say: bool = False) -> None:
+        """From now on sglang's kernels may run: prepare their metadata, for the current batch too.
+
+        say: with one line, where no site goes out of service that has a line of its own.
+        """
         if not self._stock_reason:
             self._stock_reason = reason
             self._prepare_stock()
+            if say:
+                report.line(f"site adapters: {reason}; stock sglang serves such batches. Nothing is lost but speed")
 
     def allocate_static(self, rows: int) -> None:
         """Tables for graphs of up to `rows` rows. Graphs captured before a larger announcement see no adapter any more."""
         if rows <= self._static_rows:
             return
+        if self._static_rows:
+            report.line(
+                f"site adapters: graphs of {rows} rows were announced after {self._static_rows}; earlier graphs are void"
+            )
         self._static_buffer.fill_(tiling.NO_ADAPTER)
         self._retired.append(self._static_buffer)
         host, views = self._new_tables(rows, dense.TILE_ROWS)
         self._static_buffer = host.to(self._manager.device)
         self._static = _split(self._static_buffer, views)
         self._static_rows, self._static_content = rows, None
+
+    def forget(self) -> None:
+        """Rather no adapter than another request's, should a graph be replayed with a batch that could not be mapped."""
+        self._static_content = None
+        self._static_buffer.fill_(tiling.NO_ADAPTER)
 
     def prepare(self, forward_batch: Any, prepare_stock: Callable[[], None]) -> None:
         """Fill the tables for this batch and choose its path."""
@@ -81,8 +98,9 @@ class AdapterMap:
         path, reason = gate.choose(
             rows=rows,
             active=bool(adapters),
+            replayable=static,
             capturing=capturing,
-            nolora_graph=capturing and stock.nolora_graph(),
+            nolora_graph=stock.nolora_graph(),
             max_tokens=settings.current().max_tokens,
         )
         launch = dense.launch_for(rows)
@@ -144,10 +162,22 @@ def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
     reason = reason or stock.unserved_mode()
     if reason:
         registry.decline("adapters", reason)
-        return
-    adapter_map = AdapterMap(manager)
-    dense.attach(stock.lora_layers(manager), adapter_map)
-    manager.lora_fastpath = adapter_map
+    else:
+        manager.lora_fastpath = AdapterMap(manager)
+        dense.attach(stock.lora_layers(manager), manager.lora_fastpath)
+    if manager.tp_size > 1:
+        _agree(manager)
+
+
+def _agree(manager: Any) -> None:
+    """Ranks of one model serve the same sites: `row` reduces once where stock reduces twice, so a lone rank would hang all."""
+    bound = [name for name in ("adapters", *dense.SITE_OF_LAYER.values()) if registry.is_bound(name)]
+    for rank, theirs in stock.ranks_that_bound(bound, manager).items():
+        for name in bound:
+            if theirs is None:
+                registry.decline(name, f"rank {rank} does not answer; start every rank with the overlay, or none")
+            elif name not in theirs:
+                registry.decline(name, f"rank {rank} has not bound it (see its own line), and ranks have to agree")
 
 
 def init_cuda_graph_batch_info(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
@@ -165,12 +195,18 @@ def prepare_lora_batch(wrapped: Any, manager: Any, args: tuple, kwargs: dict) ->
     if adapter_map is None:
         return
     forward_batch = args[0] if args else kwargs["forward_batch"]
+    alive = weakref.ref(forward_batch)  # its tensors are not ours to keep once the batch is done
+
+    def prepare_stock() -> None:
+        batch = alive()
+        if batch is not None:
+            wrapped(batch)
+
     try:
-        adapter_map.prepare(forward_batch, lambda: wrapped(*args, **kwargs))
+        adapter_map.prepare(forward_batch, prepare_stock)
     except Exception as error:  # noqa: BLE001 - whatever it is, sglang's kernels can serve the batch
-        if not adapter_map.prepares_stock:
-            report.line(f"a batch that the overlay cannot map ({error}) is served by stock sglang; please report it")
-        adapter_map.fall_back(str(error))
+        adapter_map.forget()
+        adapter_map.fall_back(f"a batch could not be mapped ({type(error).__name__}: {error})", say=True)
 
 
 WRAPPERS = {

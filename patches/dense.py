@@ -95,6 +95,7 @@ class Projection:
     b: torch.Tensor  # [slots, N, R]
     ends: tuple[int, ...]  # of the slices, in columns of the output
     pdl: bool  # programmatic dependent launch, compute capability 9.0 and later
+    broken: str = ""  # why this layer's delta is left to stock although its site stays bound; see _out_of_service
 
     @property
     def shape(self) -> tuple:
@@ -159,14 +160,16 @@ def apply_lora(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Ten
     """sglang calls this with the base output queued; it returns the same tensor with the delta added."""
     projection = getattr(layer, "lora_fastpath", None)
     batch = projection.adapter_map.batch if projection is not None else None
-    if batch is None:
+    if batch is None or projection.broken:
         return wrapped(*args, **kwargs)
     y, x = _arguments(*args, **kwargs)
     if batch.path is Path.BASE:
         return y
     if x.dim() != 2 or x.shape[0] != batch.rows:
         # Not the rows that were mapped (a cached prefix, a padded batch): sglang's own mapping decides.
-        projection.adapter_map.fall_back(f"a layer got {tuple(x.shape)} where the batch has {batch.rows} rows")
+        projection.adapter_map.fall_back(
+            f"a layer got {tuple(x.shape)} where the batch has {batch.rows} rows", say=True
+        )
         return wrapped(*args, **kwargs)
     reason = _unfit(projection, x, y)
     if not reason:
@@ -175,9 +178,19 @@ def apply_lora(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Ten
             return y
         except Exception as error:  # noqa: BLE001 - the base output is untouched, so stock can still add its delta
             reason = f"{type(error).__name__}: {error}"
-    projection.adapter_map.fall_back(reason)
-    registry.decline(projection.site, reason, failed=True)
+    _out_of_service(projection, layer, reason)
     return wrapped(*args, **kwargs)
+
+
+def _out_of_service(projection: Projection, layer: Any, reason: str) -> None:
+    """Leave the site to stock, while serving."""
+    projection.adapter_map.fall_back(reason)
+    if projection.site == "row" and stock.reduces_output(layer):
+        # Stock's forward reduces twice, ours once, and the other ranks go on with ours: it has to stay.
+        layer.lora_fastpath = dataclasses.replace(projection, broken=reason)
+        registry.degrade("row", reason)
+    else:
+        registry.decline(projection.site, reason, failed=True)
 
 
 def _arguments(base_output: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,10 +234,12 @@ def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: Any) -> None:
         except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
             reason, failed = f"self-check: {type(error).__name__}: {error}", True
         if reason:
-            adapter_map.fall_back(reason)
             registry.decline(site, f"{name}: {reason}", failed=failed)
         else:
             layer.lora_fastpath = projection
+            adapter_map.sites.add(site)
+        if not registry.is_bound(site):
+            adapter_map.fall_back(f"site {site} is out of service")
 
 
 def _projection(site: str, layer: torch.nn.Module, adapter_map: Any) -> Projection:

@@ -42,15 +42,43 @@ def test_decode_and_prefill_steps_are_float64_lora(stub, backend):
     assert not found["stock_prepared"], "sglang's own LoRA metadata was prepared although nothing reads it"
 
 
-def test_two_ranks_reduce_once_a_row_layer(stub):
+def two_ranks(stub, fault: str = "") -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = [start(stub, "tensor_parallel.py", str(rank), "2", port) for rank in range(2)]
-    for found in map(facts, ranks):
+    faulty = {"LORA_FASTPATH": "0"} if fault == "absent" else {}
+    ranks = [
+        start(
+            stub,
+            "tensor_parallel.py",
+            str(rank),
+            "2",
+            port,
+            fault,
+            LORA_FASTPATH_STRICT="0",
+            **(faulty if rank else {}),
+        )
+        for rank in range(2)
+    ]
+    return [facts(rank) for rank in ranks]
+
+
+def test_two_ranks_reduce_once_a_row_layer(stub):
+    for found in two_ranks(stub):
         assert found["moved"] > 0.3 and found["error"] < 1e-2
         assert found["reductions"] == [[5, 256]] * 4  # o and down of two layers: stock reduces each twice
-        assert not found["stock_prepared"]
+        assert found["states"]["row"] == "bound"
+
+
+@pytest.mark.parametrize("fault", ["start", "serving", "absent"])
+def test_ranks_agree_when_one_of_them_cannot(stub, fault):
+    """Stock's row layer reduces twice and ours once: a rank that went back alone would hang or kill the others."""
+    first, last = two_ranks(stub, fault)
+    for found in (first, last):
+        assert found["moved"] > 0.3 and found["error"] < 1e-2
+    assert first["reductions"] == last["reductions"]
+    assert len(first["reductions"]) == (4 if fault == "serving" else 8)
+    assert first["states"]["row"] == ("bound" if fault == "serving" else "declined")
 
 
 def test_lm_head_logprobs_in_chunks_are_answered(stub):

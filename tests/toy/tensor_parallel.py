@@ -5,6 +5,7 @@ LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/toy/tensor_parallel.py RANK R
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,9 +17,20 @@ import toy_manager as toy
 
 
 def main() -> None:
-    rank, ranks, port = (int(argument) for argument in sys.argv[1:])
+    rank, ranks, port = (int(argument) for argument in sys.argv[1:4])
+    fault = sys.argv[4] if len(sys.argv) > 4 else ""
     toy.start_sglang("cpu", rank, ranks, port)
     from sglang.srt.lora import layers
+
+    faulty = bool(fault) and rank == ranks - 1
+    ours = not (faulty and fault == "absent")
+    if ours:
+        from lora_fastpath import stock
+        from lora_fastpath.patches import dense
+
+        stock.ranks_that_bound = functools.partial(stock.ranks_that_bound, patience=15)
+        if faulty and fault == "start":
+            dense.self_check = lambda projection: "made to fail" if projection.site == "row" else ""
 
     model = toy.Toy(torch.float16, "cpu", rank, ranks)
     manager = toy.make_manager(model, "csgmv", 4, {"a": 8, "b": 16, "c": 3}, torch.float16)
@@ -29,17 +41,24 @@ def main() -> None:
         return reduce(tensor)
 
     layers.tensor_model_parallel_all_reduce = counted
+    if faulty and fault == "serving":
+        dense.shrink = None
     uids = ["a", None, "b", "a", "c"]
     x = torch.randn(len(uids), toy.Toy.hidden, generator=torch.Generator().manual_seed(7)).half()
     with torch.inference_mode():
         manager.fetch_new_loras(set(uids))
-        manager.prepare_lora_batch(toy.decode_batch(uids))
+        batch = toy.decode_batch(uids)  # lives as long as its forward, as in sglang
+        manager.prepare_lora_batch(batch)
         got = model(x)
         right = toy.expected(model, manager, uids, [1] * len(uids), x)
         base = toy.expected(model, manager, [None] * len(uids), [1] * len(uids), x)
     error, moved = (((y.double() - right).norm() / right.norm()).item() for y in (got, base))
-    state = type(manager.lora_backend).__name__, manager.lora_fastpath.prepares_stock
-    print(json.dumps({"error": error, "moved": moved, "reductions": reductions, "stock_prepared": state[1]}))
+    states = {}
+    if ours:
+        from lora_fastpath.registry import registry
+
+        states = {name: entry.state.value for name, entry in registry.entries.items()}
+    print(json.dumps({"error": error, "moved": moved, "reductions": reductions, "states": states}))
 
 
 if __name__ == "__main__":

@@ -133,11 +133,15 @@ def make_manager(model: Toy, backend: str, slots: int, ranks: dict[str, int], dt
     return manager
 
 
+class Batch(types.SimpleNamespace):
+    """What LoRAManager reads of a ForwardBatch."""
+
+
 def decode_batch(uids: list[str | None]):
     """A decode batch of one row a request, with the fields that LoRAManager reads."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    return types.SimpleNamespace(
+    return Batch(
         forward_mode=ForwardMode.DECODE, batch_size=len(uids), lora_ids=uids, spec_info=None, return_logprob=False
     )
 
@@ -146,7 +150,7 @@ def extend_batch(uids: list[str | None], lengths: list[int], device: str):
     """A prefill batch with `lengths[i]` rows for request i."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    return types.SimpleNamespace(
+    return Batch(
         forward_mode=ForwardMode.EXTEND, batch_size=len(uids), lora_ids=uids, spec_info=None, return_logprob=False,
         extend_seq_lens_cpu=lengths, extend_seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         extend_num_tokens=sum(lengths),

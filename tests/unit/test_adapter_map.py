@@ -53,6 +53,7 @@ def manager(monkeypatch):
     pool = types.SimpleNamespace(uid_to_buffer_id=slots, get_buffer_id=slots.__getitem__)
     monkeypatch.setattr(stock, "needs_stock_batch", lambda manager: "")
     monkeypatch.setattr(stock, "capturing", lambda: False)
+    monkeypatch.setattr(stock, "nolora_graph", lambda: False)
     chosen = settings.Settings.from_environ({"LORA_FASTPATH": "1"}, ["adapters"])
     monkeypatch.setattr(settings, "_current", chosen)
     return types.SimpleNamespace(device=torch.device("cpu"), max_loras_per_batch=4, memory_pool=pool, loras=loras)
@@ -110,7 +111,6 @@ def test_graph_tables_are_rewritten_in_place_and_padding_is_none(adapter_map, ma
     manager.max_bs_in_cuda_graph = 32
     adapter_map.allocate_static(32)
     monkeypatch.setattr(stock, "capturing", lambda: True)
-    monkeypatch.setattr(stock, "nolora_graph", lambda: False)
     captured = prepare(adapter_map, batch_of([None] * 16))
     assert captured.path is Path.TWO_STREAMS
     table = captured.tables[captured.launch.expand_rows]
@@ -141,7 +141,6 @@ def test_tables_start_at_addresses_that_share_one_compilation(adapter_map, manag
 
 def test_a_graph_that_nobody_announced_is_refused(adapter_map, monkeypatch):
     monkeypatch.setattr(stock, "capturing", lambda: True)
-    monkeypatch.setattr(stock, "nolora_graph", lambda: False)
     with pytest.raises(ValueError, match="a graph of 2 rows is captured, 0 were announced"):
         prepare(adapter_map, batch_of([None, None]))
     assert adapter_map.batch is None
@@ -154,6 +153,32 @@ def test_fall_back_prepares_stock_for_the_current_batch_once(adapter_map):
     adapter_map.fall_back("a reason")
     adapter_map.fall_back("another reason")
     assert calls == ["prepared"] and adapter_map.prepares_stock
+
+
+def test_a_batch_that_cannot_be_mapped_leaves_no_adapter_of_the_step_before(adapter_map, manager):
+    manager.max_bs_in_cuda_graph = 8
+    adapter_map.allocate_static(8)
+    prepare(adapter_map, batch_of(["a"] * 4))
+    adapter_map.forget()
+    for table in adapter_map._static.values():
+        assert (table == tiling.NO_ADAPTER).all()
+    prepare(adapter_map, batch_of(["a"] * 4))  # the same content as before must be written again
+    assert row_slots(adapter_map._static[1], 8) == [2] * 4 + [-1] * 4
+
+
+def test_a_replayable_batch_never_skips_the_kernels(adapter_map, manager):
+    """sglang may capture while serving without saying so; what is left out then would be missing for good."""
+    manager.max_bs_in_cuda_graph = 8
+    adapter_map.allocate_static(8)
+    assert prepare(adapter_map, batch_of([None, None])).path is Path.ONE_STREAM
+
+
+def test_another_managers_failure_is_noticed(adapter_map, monkeypatch):
+    adapter_map.sites.add("qkv")
+    monkeypatch.setattr(adapters.registry, "is_bound", lambda name: True)
+    assert not adapter_map.prepares_stock
+    monkeypatch.setattr(adapters.registry, "is_bound", lambda name: False)
+    assert adapter_map.prepares_stock
 
 
 def test_every_launch_setting_has_its_tables():

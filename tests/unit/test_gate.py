@@ -6,7 +6,7 @@ import pytest
 
 from lora_fastpath.gate import Path, choose
 
-GRAPH = dict(rows=16, active=False, capturing=True, nolora_graph=False, max_tokens=256)
+GRAPH = dict(rows=16, active=False, replayable=True, capturing=True, nolora_graph=False, max_tokens=256)
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,9 @@ GRAPH = dict(rows=16, active=False, capturing=True, nolora_graph=False, max_toke
         ({"rows": 256}, Path.TWO_STREAMS),
         ({"rows": 257}, Path.ONE_STREAM),
         ({"nolora_graph": True}, Path.BASE),
-        ({"capturing": False}, Path.BASE),
+        ({"capturing": False}, Path.ONE_STREAM),  # captured again while serving, unannounced
+        ({"capturing": False, "nolora_graph": True}, Path.BASE),
+        ({"capturing": False, "replayable": False}, Path.BASE),
         ({"capturing": False, "active": True}, Path.ONE_STREAM),
         ({"capturing": False, "active": True, "rows": 8192}, Path.ONE_STREAM),
     ],
