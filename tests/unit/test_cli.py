@@ -93,6 +93,13 @@ class TestDoctor:
         status, report = doctor(LORA_FASTPATH="1", cwd=ROOT, PYTHONPATH="")
         assert status == 1 and report["enabled"] is False
 
+    def test_hidden_by_another_sitecustomize(self, doctor, sglang):
+        """A server started from here would run stock, whatever an interpreter with the overlay in front would do."""
+        (sglang / "sitecustomize.py").touch()
+        status, report = doctor(LORA_FASTPATH="1")
+        assert status == 1 and report["enabled"] is False
+        assert {site["state"] for site in report["sites"]} == {"bound"}
+
     def test_alias(self, doctor):
         assert doctor(SGLANG_EXPERIMENTAL_LORA_OPTI="1")[0] == 0
 

@@ -121,3 +121,18 @@ def test_two_sites_of_one_module_do_not_share_a_fate(package, registry):
     hooks.install(registry, choose("base", "two", "odd"))
     importlib.import_module(f"{package}.first")
     assert states(registry) == {"base": State.BOUND, "two": State.PENDING, "odd": State.DECLINED}
+
+
+class TestRequirements:
+    def install(self, registry, capfd, selection: str, *sites: str) -> list[str]:
+        hooks.install(registry, Settings(True, frozenset(sites), 256, False, selection))
+        return capfd.readouterr().err.splitlines()
+
+    def test_taken_out_by_name_is_silent(self, registry, capfd):
+        """The line of a declined site offers this selection to silence it."""
+        assert self.install(registry, capfd, "all,-base", "two") == []
+        assert states(registry)["two"] is State.DECLINED
+
+    def test_forgotten_is_one_line(self, registry, capfd):
+        (line,) = self.install(registry, capfd, "two", "two")
+        assert "site two needs site base, which LORA_FASTPATH_SITES=two leaves out" in line
