@@ -63,7 +63,7 @@ class AdapterMap:
             self._stock_reason = reason
             self._prepare_stock()
             if say:
-                report.line(f"site adapters: {reason}; stock sglang serves such batches. Nothing is lost but speed")
+                report.line(f"site adapters: {reason}; stock sglang serves such batches")
 
     def allocate_static(self, rows: int) -> None:
         """Tables for graphs of up to `rows` rows. Graphs captured before a larger announcement see no adapter any more."""
@@ -206,7 +206,8 @@ def prepare_lora_batch(wrapped: Any, manager: Any, args: tuple, kwargs: dict) ->
         adapter_map.prepare(forward_batch, prepare_stock)
     except Exception as error:  # noqa: BLE001 - whatever it is, sglang's kernels can serve the batch
         adapter_map.forget()
-        adapter_map.fall_back(f"a batch could not be mapped ({type(error).__name__}: {error})", say=True)
+        what = f"a batch could not be mapped ({type(error).__name__}: {error}) and gets no adapter if a graph serves it"
+        adapter_map.fall_back(what, say=True)
 
 
 WRAPPERS = {
