@@ -26,7 +26,6 @@ class Batch:
     """What the layers need to know of the batch that runs next."""
 
     path: gate.Path
-    reason: str
     rows: int
     launch: dense.Launch
     tables: dict[int, torch.Tensor]  # rows a tile -> int32 tile table, see kernels/tiles.py
@@ -95,7 +94,7 @@ class AdapterMap:
         capturing = stock.capturing()
         if capturing and not static:
             raise ValueError(f"a graph of {rows} rows is captured, {self._static_rows} were announced")
-        path, reason = gate.choose(
+        path, _ = gate.choose(
             rows=rows,
             active=bool(adapters),
             replayable=static,
@@ -118,7 +117,7 @@ class AdapterMap:
             host, views = self._new_tables(rows, sizes)
             self._fill(host, views, slots, per_request, adapters)
             tables = _split(host.to(self._manager.device, non_blocking=True), views)
-        self.batch = Batch(path, reason, rows, launch, tables)
+        self.batch = Batch(path, rows, launch, tables)
 
     def _lines(self, rows: int, size: int) -> int:
         return tiling.max_tiles(min(rows, dense.LARGEST_BATCH_OF_TILES[size]), self._manager.max_loras_per_batch, size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 
-import numpy as np
 import pytest
 import torch
 
@@ -188,4 +187,3 @@ def test_every_launch_setting_has_its_tables():
         for size in (launch.shrink_rows, launch.expand_rows):
             assert size in dense.TILE_ROWS and min(rows, 5000) <= dense.LARGEST_BATCH_OF_TILES[size]
     assert sorted(launch.rows for launch in dense.LAUNCHES) == [launch.rows for launch in dense.LAUNCHES]
-    assert np.all(np.asarray(sorted(dense.TILE_ROWS)) >= 1)
