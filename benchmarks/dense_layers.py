@@ -61,10 +61,10 @@ class Layer:
         if launch is None:
             return self.base(x)
         lane = lanes.current()
-        lane.fork()
+        lane.fork(dense.scratch_for(self.projection, launch, len(x)))
         y = self.base(x)
         dense.add_delta(self.projection, launch, tables, lane, x, y)
-        lane.forked = False
+        lane.scratch = None
         return y
 
 

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lora_fastpath.kernels.launch import launch
 from lora_fastpath.kernels.tiles import HEADER as _HEADER
 
 HEADER = tl.constexpr(_HEADER)
@@ -159,25 +160,17 @@ def expand(
     starts = (0, *ends[:-1])
     blocks = sum(triton.cdiv(end - start, block_n) for start, end in zip(starts, ends))
     padded = (*ends, *(ends[-1],) * (MAX_SLICES - len(ends)))
-    _expand_kernel[(blocks, len(tiles))](
-        h,
-        b,
-        y,
-        tiles,
-        y.stride(0),
-        b.stride(0),
-        b.stride(1),
-        R=b.shape[2],
-        SLICES=len(ends),
-        END0=padded[0],
-        END1=padded[1],
-        END2=padded[2],
-        END3=padded[3],
-        BLOCK_ROWS=tiles.shape[1] - _HEADER,
-        BLOCK_N=block_n,
-        BLOCK_R=max(16, triton.next_power_of_2(b.shape[2])),
-        PDL=pdl,
-        num_warps=num_warps,
-        num_stages=1,
-        **({"launch_pdl": True} if pdl else {}),
+    rank = b.shape[2]
+    strides = (y.stride(0), b.stride(0), b.stride(1))
+    constants = (
+        rank, len(ends), *padded, tiles.shape[1] - _HEADER, block_n, max(16, triton.next_power_of_2(rank)), pdl,
+    )  # fmt: skip
+    launch(
+        _expand_kernel,
+        (y.dtype, strides, num_warps),
+        (blocks, len(tiles)),
+        (h, b, y, tiles),
+        strides,
+        constants,
+        {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lora_fastpath.kernels.launch import launch
 from lora_fastpath.kernels.tiles import HEADER as _HEADER
 
 HEADER = tl.constexpr(_HEADER)
@@ -128,24 +129,14 @@ def shrink(
     """Launch one shrink (shapes above); `parts` gives SPLIT_K (None: 1), `tiles` the rows a tile."""
     tokens, n = h.shape
     split_k = 1 if parts is None else len(parts)
-    _shrink_kernel[(len(tiles), triton.cdiv(n, block_n), split_k)](
-        x,
-        a,
-        h,
-        parts,
-        arrivals,
-        tiles,
-        tokens,
-        x.stride(0),
-        a.stride(0),
-        a.stride(1),
-        K=x.shape[1],
-        N=n,
-        SLICES=slices,
-        SPLIT_K=split_k,
-        BLOCK_ROWS=tiles.shape[1] - _HEADER,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=num_warps,
-        num_stages=num_stages,
+    strides = (x.stride(0), a.stride(0), a.stride(1))
+    constants = (x.shape[1], n, slices, split_k, tiles.shape[1] - _HEADER, block_n, block_k)
+    launch(
+        _shrink_kernel,
+        (x.dtype, strides, num_warps, num_stages),
+        (len(tiles), triton.cdiv(n, block_n), split_k),
+        (x, a, h, parts, arrivals, tiles),
+        (tokens, *strides),
+        constants,
+        {"num_warps": num_warps, "num_stages": num_stages},
     )

@@ -23,18 +23,23 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
-        self.forked = False
+        self.scratch: tuple | None = None
         self._cuda = device.type == "cuda"
         if self._cuda:
             self._side = torch.cuda.Stream(device)
             self._fork = torch.cuda.Event()
             self._join = torch.cuda.Event()
 
-    def fork(self) -> None:
-        """Mark the point that work on the side stream has to wait for: the layer's input is ready."""
+    def fork(self, scratch: tuple) -> None:
+        """Mark the point that work on the side stream has to wait for: the layer's input is ready.
+
+        scratch: the tensors that this work will write, allocated here, before the base layer runs. The base layer's own
+        temporaries go back to the allocator as soon as its kernels are queued; a tensor allocated after that may share
+        their memory, and the side stream would write into what the base GEMM has yet to read.
+        """
         if self._cuda:
             self._fork.record()
-        self.forked = True
+        self.scratch = scratch
 
     @contextlib.contextmanager
     def side(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ import torch
 
 from lora_fastpath import selfcheck, stock
 from lora_fastpath.gate import Path
+from lora_fastpath.kernels import tiles as tiling
 from lora_fastpath.kernels.expand import MAX_SLICES, expand
 from lora_fastpath.kernels.shrink import shrink
 from lora_fastpath.registry import registry
@@ -107,6 +108,21 @@ class Projection:
         return (self.site, self.a.shape, self.b.shape, self.ends, self.a.dtype)
 
 
+def scratch_for(projection: Projection, launch: Launch, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the shrink of a batch of `rows` rows writes: h [rows, slices * R] and its float32 parts (None: no split-K)."""
+    slots, columns, k = projection.a.shape
+    h = projection.a.new_empty((rows, columns))
+    split_k = max(1, k // launch.part_k)
+    tiles = tiling.max_tiles(rows, slots, launch.shrink_rows)
+    if split_k == 1 or tiles * -(-columns // _shrink_columns(launch, columns)) > ARRIVALS:
+        return h, None
+    return h, projection.a.new_empty((split_k, rows, columns), dtype=torch.float32)
+
+
+def _shrink_columns(launch: Launch, columns: int) -> int:
+    return min(launch.shrink_columns, max(16, 1 << (columns - 1).bit_length()))
+
+
 def add_delta(
     projection: Projection, launch: Launch, tables: dict, lane: Lane, x: torch.Tensor, y: torch.Tensor
 ) -> None:
@@ -114,22 +130,22 @@ def add_delta(
 
     x: [T, K], y: [T, >= N], dtype of the adapters. Raises what a launch raises, y being written by the last one alone.
     """
-    slices, rows, k = len(projection.ends), x.shape[0], x.shape[1]
-    tiles = tables[launch.shrink_rows]
-    columns = projection.a.shape[1]
-    block_n = min(launch.shrink_columns, max(16, 1 << (columns - 1).bit_length()))
-    parts_wanted = max(1, k // launch.part_k)
-    if len(tiles) * -(-columns // block_n) > ARRIVALS:
-        parts_wanted = 1
-    h = x.new_empty((rows, columns))
-    parts = x.new_empty((parts_wanted, rows, columns), dtype=torch.float32) if parts_wanted > 1 else None
+    h, parts = lane.scratch or scratch_for(projection, launch, len(x))
 
     def run_shrink() -> None:
         shrink(
-            x, projection.a, tiles, h, parts, lane.arrivals, slices=slices, block_n=block_n, block_k=launch.shrink_k
-        )  # fmt: skip
+            x,
+            projection.a,
+            tables[launch.shrink_rows],
+            h,
+            parts,
+            lane.arrivals,
+            slices=len(projection.ends),
+            block_n=_shrink_columns(launch, h.shape[1]),
+            block_k=launch.shrink_k,
+        )
 
-    if lane.forked:
+    if lane.scratch:
         with lane.side():
             run_shrink()
     else:
@@ -150,14 +166,14 @@ def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> Any:
     """Column, qkv, merged, replicated and (without a reduction) row: sglang's forward with the fork marked before it."""
     projection = getattr(layer, "lora_fastpath", None)
     batch = projection.adapter_map.batch if projection is not None else None
-    if batch is None or batch.path is not Path.TWO_STREAMS:
+    if batch is None or batch.path is not Path.TWO_STREAMS or projection.broken:
         return wrapped(*args, **kwargs)
     lane = projection.adapter_map.lanes.current()
-    lane.fork()
+    lane.fork(scratch_for(projection, batch.launch, batch.rows))
     try:
         return wrapped(*args, **kwargs)
     finally:
-        lane.forked = False
+        lane.scratch = None
 
 
 def apply_lora(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -278,11 +294,11 @@ def self_check(projection: Projection) -> str:
         candidate = dataclasses.replace(projection, a=case.a, b=case.b)
         y = case.y.clone()
         lane = projection.adapter_map.lanes.current()
-        lane.fork()
+        lane.fork(scratch_for(candidate, launch, rows))
         try:
             add_delta(candidate, launch, tables, lane, case.x, y)
         finally:
-            lane.forked = False
+            lane.scratch = None
         miss = selfcheck.compare(y, case)
         if miss:
             return f"self-check at {rows} rows, K {k}, N {n}, rank {rank}: {miss}"

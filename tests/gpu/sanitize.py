@@ -28,9 +28,9 @@ for launch in dense.LAUNCHES:
             y = case.y.clone()
             lane = LANES.current()
             if two_streams:
-                lane.fork()
+                lane.fork(dense.scratch_for(projection, launch, rows))
             dense.add_delta(projection, launch, tables, lane, case.x, y)
-            lane.forked = False
+            lane.scratch = None
             torch.cuda.synchronize()
             miss = selfcheck.compare(y, case)
             print(f"up to {launch.rows} rows, K {k}, ends {ends}, two streams {two_streams}: {miss or 'ok'}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lora_fastpath import selfcheck
+from lora_fastpath.gate import Path
 from lora_fastpath.patches import dense
 from lora_fastpath.streams import Lanes
 
@@ -34,7 +35,7 @@ def add_delta(case: selfcheck.Case, two_streams: bool) -> torch.Tensor:
     y = case.y.clone()
     lane = lanes.current()
     if two_streams:
-        lane.fork()
+        lane.fork(dense.scratch_for(projection, launch, len(case.x)))
     dense.add_delta(projection, launch, tables, lane, case.x, y)
     torch.cuda.synchronize()
     assert not lane.arrivals.any()
@@ -74,3 +75,39 @@ def test_same_input_gives_the_same_bits():
     for _ in range(200):
         assert torch.equal(add_delta(case, True), first)
     assert torch.equal(add_delta(case, False), first)
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "graph"])
+def test_the_shrink_writes_no_memory_that_the_base_layer_still_reads(replayed):
+    """A quantized base layer frees its codes as soon as its GEMM is queued, long before the GEMM has read them."""
+    case = selfcheck.make_case(64, 4096, (4096,), (16, 8), 16, torch.bfloat16, "cuda")
+    lanes = Lanes(case.x.device)
+    adapter_map = types.SimpleNamespace(lanes=lanes, batch=None)
+    projection = dense.Projection("column", adapter_map, case.a, case.b, case.ends, pdl=True)
+    launch = dense.launch_for(64)
+    tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+    adapter_map.batch = types.SimpleNamespace(path=Path.TWO_STREAMS, rows=64, launch=launch, tables=tables)
+    layer = types.SimpleNamespace(lora_fastpath=projection)
+
+    def sglang_forward(x):
+        y = torch.empty_like(case.y)
+        codes = case.y.clone()
+        torch.cuda._sleep(2_000_000)  # about 1 ms: the shrink would be done before the base layer reads its codes
+        torch.mul(codes, 1, out=y)
+        del codes
+        return dense.apply_lora(None, layer, (y, x), {})
+
+    def run():
+        return dense.forward(sglang_forward, layer, (case.x,), {})
+
+    run()
+    torch.cuda.synchronize()
+    if replayed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run()
+        graph.replay()
+    else:
+        y = run()
+    torch.cuda.synchronize()
+    assert not selfcheck.compare(y, case)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import types
 
 import numpy as np
 import pytest
 import torch
 
+from lora_fastpath.gate import Path
 from lora_fastpath.kernels import tiles as tiling
 from lora_fastpath.kernels.expand import expand
 from lora_fastpath.kernels.shrink import shrink
+from lora_fastpath.patches import dense
 from lora_fastpath.selfcheck import Case, make_case
+from lora_fastpath.streams import Lanes
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set")
 
@@ -106,3 +110,28 @@ def test_too_small_a_table_is_an_error():
     table = np.empty((1, tiling.HEADER + 1), np.int32)
     with pytest.raises(ValueError, match="need 2 tiles, the table holds 1"):
         tiling.build_tiles(np.zeros(2, np.int32), np.ones(1, np.int32), np.ones(1, np.float32), 1, table)
+
+
+def test_scratch_is_allocated_before_the_base_layer_runs():
+    """What is allocated after it may be memory that the base layer has freed and its queued kernels still read."""
+    case = random_case(5, 1100, (32,), ranks=(8,))
+    adapter_map = types.SimpleNamespace(lanes=Lanes(torch.device("cpu")))
+    projection = dense.Projection("column", adapter_map, case.a, case.b, case.ends, pdl=False)
+    launch = dense.launch_for(5)
+    tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+    adapter_map.batch = types.SimpleNamespace(path=Path.TWO_STREAMS, rows=5, launch=launch, tables=tables)
+    layer = types.SimpleNamespace(lora_fastpath=projection)
+    lane = adapter_map.lanes.current()
+    written = []
+
+    def sglang_forward(x):
+        written.extend(lane.scratch)
+        for tensor in written:
+            tensor.fill_(torch.nan)
+        return dense.apply_lora(None, layer, (case.y, x), {})
+
+    expected = case.expected()
+    y = dense.forward(sglang_forward, layer, (case.x,), {})
+    torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=4e-3)
+    assert len(written) == 2 and not any(tensor.isnan().all() for tensor in written)
+    assert lane.scratch is None
