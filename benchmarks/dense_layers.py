@@ -37,7 +37,7 @@ class Layer:
 
     def __init__(self, k: int, widths: tuple[int, ...], fp8: bool, lanes: Lanes) -> None:
         n = sum(widths)
-        self.k, self.fp8 = k, fp8
+        self.k, self.fp8, self.two_streams = k, fp8, True
         if fp8:
             self.weight = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn).t()
             self.scales = torch.rand(k // 128, n // 128, device="cuda").t().contiguous().t()
@@ -61,6 +61,10 @@ class Layer:
         if launch is None:
             return self.base(x)
         lane = lanes.current()
+        if not self.two_streams:
+            y = self.base(x)
+            dense.add_delta(self.projection, launch, tables, lane, x, y)
+            return y
         lane.fork(dense.scratch_for(self.projection, launch, len(x)))
         y = self.base(x)
         dense.add_delta(self.projection, launch, tables, lane, x, y)
@@ -127,10 +131,13 @@ def main() -> None:
         "--try", dest="tries", action="append", default=[], metavar="FIELD=VALUE,...",
         help="a launch setting to try beside the one in use, e.g. expand_rows=64,expand_columns=128 (repeatable)",
     )  # fmt: skip
+    ap.add_argument("--one-stream", action="store_true", help="the shrink after the base GEMM, not beside it")
     args = ap.parse_args()
     hidden, fp8, shapes = MODELS[args.model]
     lanes = Lanes(torch.device("cuda"))
     layers = [{name: Layer(k, widths, fp8, lanes) for name, (k, widths) in shapes.items()} for _ in range(LAYERS)]
+    for projection in (projection for layer in layers for projection in layer.values()):
+        projection.two_streams = not args.one_stream
     for rows in args.rows:
         x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
         launches = {"in use": dense.launch_for(rows)}

@@ -42,6 +42,39 @@ SITES = (
     _dense("row", "RowParallelLinearWithLoRA", "input_", "skip_all_reduce", "forward_batch"),
     _dense("replicated", "ReplicatedLinearWithLoRA", "x"),
     Site(
+        name="moe",
+        module=LAYERS,
+        targets={"FusedMoEWithLoRA.forward": ("self", "hidden_states", "topk_output", "kwargs")},
+        releases=RELEASES,
+        patch="lora_fastpath.patches.moe",
+        requires=("adapters",),
+        differs=(
+            "with --lora-use-virtual-experts stock computes the up projection's delta with gate's A; with a TMA down "
+            "configuration it adds deltas to the wrong rows; expert ids past the adapters' read another slot: here every "
+            "token gets its own adapter's delta"
+        ),
+    ),
+    Site(
+        name="fix-stale-experts",
+        module="sglang.srt.lora.mem_pool",
+        targets={
+            "LoRAMemoryPool.load_lora_weight_to_buffer": (
+                "self",
+                "uid",
+                "buffer_id",
+                "lora_adapter",
+                "lora_modules",
+                "lora_embed_tokens_module",
+                "lora_lm_head_module",
+            )
+        },
+        releases=RELEASES,
+        patch="lora_fastpath.patches.fix_stale_experts",
+        differs=(
+            "an adapter without expert weights inherits those of the adapter that had its slot before: here it has none"
+        ),
+    ),
+    Site(
         name="fix-lm-head-logprobs",
         module="sglang.srt.lora.backend.triton_backend",
         targets={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from typing import Any
 
@@ -94,13 +95,9 @@ def unserved_mode() -> str:
 
 def needs_stock_batch(manager: Any) -> str:
     """Why sglang's own per-step LoRA metadata is needed beside ours; "" when none of its kernels can run."""
-    from sglang.srt.lora.layers import FusedMoEWithLoRA
-
     if manager.embed_tokens_module is not None or manager.lm_head_module is not None:
         return "embedding or lm_head adapters"
-    for name, layer in lora_layers(manager):
-        if isinstance(layer, FusedMoEWithLoRA):
-            return "expert adapters"
+    for name, _ in lora_layers(manager):
         if name.endswith(".kv_b_proj"):
             return "kv_b_proj adapters, which absorbed MLA applies by itself"
     return ""
@@ -118,6 +115,150 @@ def slice_ends(layer: torch.nn.Module) -> tuple[int, ...]:
     if hasattr(layer, "output_offset_cpu"):
         return tuple(layer.output_offset_cpu.tolist()[1:])
     return tuple(layer._output_offset.tolist()[1:])  # ReplicatedLinearWithLoRA
+
+
+def expert_buffers(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The expert layer's A [S, E or 1, 2R, H] and B [S, E, 2I, R] of gate and up, A [S, E, R, I] and B [S, E or 1, H, R]
+    of down. Each is spaced at the largest rank; B has the adapter's scaling folded in."""
+    return (
+        layer.gate_up_lora_a_weights,
+        layer.gate_up_lora_b_weights,
+        layer.down_lora_a_weights,
+        layer.down_lora_b_weights,
+    )
+
+
+def expert_pool_buffers(pool: Any) -> list[torch.Tensor]:
+    """Every layer's adapter buffer for experts in a LoRAMemoryPool, [slots, ...] each."""
+    buffers = (pool.A_buffer, pool.B_buffer)
+    return [b for by_name in buffers for name, layers in by_name.items() if pool.is_moe_module(name) for b in layers]
+
+
+def unserved_experts(layer: torch.nn.Module) -> str:
+    """Why this expert layer is not one that the overlay serves, or ""."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+    from sglang.srt.server_args import get_global_server_args
+
+    runner = layer._lora_runner
+    if not runner.runner_backend.is_triton():
+        return f"its experts run on {runner.runner_backend.value}, the overlay serves triton"
+    if not get_moe_a2a_backend().is_none():
+        return f"--moe-a2a-backend is {get_moe_a2a_backend().value}, the overlay serves none"
+    if get_global_server_args().enable_fused_moe_sum_all_reduce:
+        return "--enable-fused-moe-sum-all-reduce is set: it has no place for the down delta"
+    config = runner.config
+    if config.activation != "silu" or not config.is_gated:
+        return f"its activation is {'' if config.is_gated else 'ungated '}{config.activation}, the overlay serves gated silu"
+    for name in ("no_combine", "apply_router_weight_on_input", "gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"):
+        if getattr(config, name):
+            return f"it has {name}={getattr(config, name)}, which the overlay does not serve"
+    quant = layer._quant_info
+    if quant.use_int8_w8a8 or quant.use_int8_w8a16 or quant.use_int4_w4a16 or quant.per_channel_quant:
+        return "its experts are quantized to integers or by channel, the overlay serves FP8 blocks and no quantization"
+    if quant.use_fp8_w8a8 and quant.block_shape is None:
+        return "its experts are FP8 with one scale a tensor, the overlay serves FP8 blocks and no quantization"
+    return ""
+
+
+def is_standard_topk(topk_output: Any) -> bool:
+    from sglang.srt.layers.moe.topk import TopKOutputChecker
+
+    return TopKOutputChecker.format_is_standard(topk_output)
+
+
+def runner_without_lora(layer: torch.nn.Module) -> Any:
+    """sglang's own runner of the layer's experts, without LoRA; whatever the layer's `inplace` says, it keeps its input."""
+    from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
+
+    config = dataclasses.replace(layer._lora_runner.config, inplace=False)
+    return MoeRunner(layer._lora_runner.runner_backend, config, lora_enabled=True)  # not the op that CUDA alone has
+
+
+def combine(layer: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    return layer.base_layer.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=hidden_states))
+
+
+def activate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """sglang's SwiGLU on a GPU: gate_up [P, 2I], out [P, I]."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    fused_moe.silu_and_mul(gate_up, out)
+
+
+class ExpertGemms:
+    """sglang's two grouped GEMMs of one expert layer and one batch, and the alignment that they share.
+
+    Down GEMMs tuned for TMA run without it: with it the first GEMM's rows are in sorted order, where sglang's own LoRA
+    hooks (and ours) expect them in the order of the tokens.
+    """
+
+    def __init__(self, layer: torch.nn.Module, dispatched: Any) -> None:
+        from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+        self._sglang, self._config, self._quant = fused_moe, layer._lora_runner.config, layer._quant_info
+        self.x = dispatched.hidden_states
+        """[T, H]"""
+        self.topk = dispatched.topk_output
+        self.top_k = self.topk.topk_ids.shape[1]
+        self.pairs = self.topk.topk_ids.numel()
+        self.weights = self.topk.topk_weights
+        """float32 [T, top_k]"""
+        quant = {
+            name: getattr(self._quant, name)
+            for name in (
+                "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "block_shape",
+            )
+        }  # fmt: skip
+        self._gate_up_config, self._down_config, _, *alignment = fused_moe._prepare_fused_moe_run(
+            self.x, self._quant.w13_weight, self._quant.w2_weight, self.topk.topk_ids, **quant
+        )
+        self.alignment = tuple(alignment)
+        """sorted_pairs, block_experts and padded, see kernels/moe_route.py."""
+        self.block_rows = self._gate_up_config["BLOCK_SIZE_M"]
+        filter_expert = self._config.num_experts is None or self._config.num_experts != self._config.num_local_experts
+        bfloat = self.x.dtype == torch.bfloat16
+        self._shared = quant | {
+            "compute_type": fused_moe.tl.bfloat16 if bfloat else fused_moe.tl.float16,
+            "filter_expert": filter_expert,
+        }
+
+    def gate_up(self, out: torch.Tensor) -> None:
+        """out [P, 2I] = x times each pair's expert."""
+        quant = self._quant
+        self._sglang.invoke_fused_moe_kernel(
+            self.x, quant.w13_weight, quant.b13, out, quant.a13_scale, quant.w13_scale, quant.w13_zp,
+            self.weights, self.topk.topk_ids, *self.alignment, False, self.top_k, self._gate_up_config, **self._shared,
+        )  # fmt: skip
+
+    def down(self, activated: torch.Tensor, out: torch.Tensor) -> None:
+        """out [T, top_k, H] = the routing weight times activated [P, I] times each pair's expert."""
+        quant = self._quant
+        self._sglang.invoke_fused_moe_kernel(
+            activated, quant.w2_weight, quant.b2, out, quant.a2_scale, quant.w2_scale, quant.w2_zp,
+            self.weights, self.topk.topk_ids, *self.alignment, True, 1, self._down_config or self._gate_up_config,
+            router_topk=self.top_k, **self._shared,
+        )  # fmt: skip
+
+    def sum_over_experts(self, y: torch.Tensor) -> torch.Tensor:
+        """[T, H] from [T, top_k, H], by the reduction that sglang uses for a batch of this size."""
+        out = torch.empty_like(self.x)
+        scaling = self._config.routed_scaling_factor
+        scaling = 1.0 if scaling is None else scaling
+        if not self._sglang._is_cuda and self._sglang._has_vllm_ops:
+            self._sglang.vllm_ops.moe_sum(y, out)  # without the scaling, as sglang has it there
+        elif not self._sglang._is_cuda:
+            self._sglang.moe_sum_reduce_triton(y, out, scaling)
+        elif self.top_k == 1 and scaling == 1.0:
+            out.copy_(y[:, 0])
+        elif self.top_k == 2 and scaling == 1.0:
+            torch.add(y[:, 0], y[:, 1], out=out)
+        elif len(y) <= 32:
+            self._sglang.moe_sum_reduce_torch_compile(y, out, scaling)
+        else:
+            self._sglang.moe_sum_reduce(y, out, scaling)
+        return out
 
 
 def reduces_output(layer: torch.nn.Module) -> bool:

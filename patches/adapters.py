@@ -7,6 +7,7 @@ the moment to self-check and allocate), the announcement of CUDA graphs (static 
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 
 from lora_fastpath import gate, report, selfcheck, settings, stock
 from lora_fastpath.kernels import tiles as tiling
-from lora_fastpath.patches import dense
-from lora_fastpath.registry import registry
+from lora_fastpath.patches import dense, moe
+from lora_fastpath.registry import Unfit, registry
 from lora_fastpath.streams import Lanes
+
+ROW_SLOTS, SLOT_RANKS = "row slots", "slot ranks"
 
 
 @dataclasses.dataclass
@@ -29,6 +32,10 @@ class Batch:
     rows: int
     launch: dense.Launch
     tables: dict[int, torch.Tensor]  # rows a tile -> int32 tile table, see kernels/tiles.py
+    row_slots: torch.Tensor | None
+    """int32 [>= rows], the adapter slot of each row, NO_ADAPTER for none; None on path BASE."""
+    slot_ranks: torch.Tensor | None
+    """int32 [slots], the rank of the adapter in each slot, 0 or less for one that this batch does not use."""
 
 
 class AdapterMap:
@@ -43,7 +50,7 @@ class AdapterMap:
         self._prepare_stock: Callable[[], None] = lambda: None
         self._manager = manager
         self._static_buffer = torch.empty(0, dtype=torch.int32, device=manager.device)
-        self._static: dict[int, torch.Tensor] = {}
+        self._static: dict[int | str, torch.Tensor] = {}
         self._static_rows = 0
         self._static_content: tuple | None = None
         self._retired: list[torch.Tensor] = []
@@ -104,9 +111,10 @@ class AdapterMap:
         )
         launch = dense.launch_for(rows)
         sizes = {launch.shrink_rows, launch.expand_rows}
-        tables: dict[int, torch.Tensor] = {}
+        tables: dict[int | str, torch.Tensor] = {}
         if static:
-            tables = {size: self._static[size][: self._lines(rows, size)] for size in sizes}
+            tables = {name: self._static[name] for name in (ROW_SLOTS, SLOT_RANKS)}
+            tables |= {size: self._static[size][: self._lines(rows, size)] for size in sizes}
             content = (tuple(slots), tuple(per_request.tolist()), tuple(sorted(adapters.items())))
             if content != self._static_content:  # most decode steps have the requests of the step before
                 host, views = self._new_tables(self._static_rows, dense.TILE_ROWS)
@@ -117,22 +125,25 @@ class AdapterMap:
             host, views = self._new_tables(rows, sizes)
             self._fill(host, views, slots, per_request, adapters)
             tables = _split(host.to(self._manager.device, non_blocking=True), views)
-        self.batch = Batch(path, rows, launch, tables)
+        by_row = tables.pop(ROW_SLOTS, None), tables.pop(SLOT_RANKS, None)
+        self.batch = Batch(path, rows, launch, tables, *by_row)
 
     def _lines(self, rows: int, size: int) -> int:
         return tiling.max_tiles(min(rows, dense.LARGEST_BATCH_OF_TILES[size]), self._manager.max_loras_per_batch, size)
 
-    def _new_tables(self, rows: int, tile_rows: set[int]) -> tuple[torch.Tensor, dict[int, tuple[int, int, int]]]:
-        """A host buffer for all tables of a batch of `rows` rows, and each table's (start, lines, words a line).
+    def _new_tables(self, rows: int, tile_rows: set[int]) -> tuple[torch.Tensor, dict]:
+        """A host buffer for all tables of a batch of `rows` rows, and each table's (start, shape).
 
         Pinned and fresh every time: the copy to the device runs while the host prepares the next step, and the caching
         host allocator gives the memory back only when the copy has ended.
         """
+        slots = self._manager.max_loras_per_batch
+        shapes: dict[int | str, tuple[int, ...]] = {SLOT_RANKS: (slots,), ROW_SLOTS: (rows,)}
+        shapes |= {size: (self._lines(rows, size), tiling.HEADER + size) for size in sorted(tile_rows)}
         views, end = {}, 0
-        for size in sorted(tile_rows):
-            lines = self._lines(rows, size)
-            views[size] = (end, lines, tiling.HEADER + size)
-            end += -(-lines * (tiling.HEADER + size) // 32) * 32  # 128 bytes: Triton compiles anew for odd addresses
+        for name, shape in shapes.items():
+            views[name] = (end, shape)
+            end += -(-math.prod(shape) // 32) * 32  # 128 bytes: Triton compiles anew for odd addresses
         cuda = self._manager.device.type == "cuda"
         return torch.full((end,), tiling.NO_ADAPTER, dtype=torch.int32, pin_memory=cuda), views
 
@@ -142,15 +153,50 @@ class AdapterMap:
         for slot, (rank, scaling) in adapters.items():
             ranks[slot], scalings[slot] = rank, scaling
         row_slots = np.repeat(np.asarray(slots, np.int32), per_request)
-        for size, table in _split(host, views).items():
+        tables = {name: table.numpy() for name, table in _split(host, views).items()}
+        tables.pop(SLOT_RANKS)[:] = ranks
+        tables.pop(ROW_SLOTS)[: len(row_slots)] = row_slots
+        for size, table in tables.items():
             if len(row_slots) <= dense.LARGEST_BATCH_OF_TILES[size]:
-                tiling.build_tiles(row_slots, ranks, scalings, size, table.numpy())
+                tiling.build_tiles(row_slots, ranks, scalings, size, table)
 
 
-def _split(buffer: torch.Tensor, views: dict[int, tuple[int, int, int]]) -> dict[int, torch.Tensor]:
-    return {
-        size: buffer[start : start + lines * width].view(lines, width) for size, (start, lines, width) in views.items()
-    }
+def _split(buffer: torch.Tensor, views: dict) -> dict[int | str, torch.Tensor]:
+    return {name: buffer[start : start + math.prod(shape)].view(shape) for name, (start, shape) in views.items()}
+
+
+SERVED_BY = {layer: module for module in (dense, moe) for layer in module.SITE_OF_LAYER}
+"""sglang's LoRA layer class -> the module that serves it."""
+
+
+def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: AdapterMap) -> None:
+    """Give every LoRA layer what its site's wrappers need, each distinct shape self-checked first.
+
+    A layer that does not fit takes its whole site back to stock: half a site would be hard to reason about.
+    """
+    checked: dict[tuple, str] = {}
+    for name, layer in layers:
+        module = SERVED_BY.get(type(layer).__name__)
+        site = module.SITE_OF_LAYER[type(layer).__name__] if module else None
+        if site is None or not registry.is_bound(site):
+            adapter_map.fall_back(f"{name}, a {type(layer).__name__}, is served by stock")
+            continue
+        try:
+            served = module.serve(site, layer, adapter_map)
+            if served.shape not in checked:
+                checked[served.shape] = module.self_check(served)
+            reason, failed = checked[served.shape], True
+        except Unfit as error:
+            reason, failed = str(error), False
+        except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
+            reason, failed = f"self-check: {type(error).__name__}: {error}", True
+        if reason:
+            registry.decline(site, f"{name}: {reason}", failed=failed)
+        else:
+            layer.lora_fastpath = served
+            adapter_map.sites.add(site)
+        if not registry.is_bound(site):
+            adapter_map.fall_back(f"site {site} is out of service")
 
 
 def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
@@ -163,14 +209,15 @@ def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
         registry.decline("adapters", reason)
     else:
         manager.lora_fastpath = AdapterMap(manager)
-        dense.attach(stock.lora_layers(manager), manager.lora_fastpath)
+        attach(stock.lora_layers(manager), manager.lora_fastpath)
     if manager.tp_size > 1:
         _agree(manager)
 
 
 def _agree(manager: Any) -> None:
     """Ranks of one model serve the same sites: `row` reduces once where stock reduces twice, so a lone rank would hang all."""
-    bound = [name for name in ("adapters", *dense.SITE_OF_LAYER.values()) if registry.is_bound(name)]
+    sites = {"adapters": None} | {module.SITE_OF_LAYER[layer]: None for layer, module in SERVED_BY.items()}
+    bound = [name for name in sites if registry.is_bound(name)]
     for rank, theirs in stock.ranks_that_bound(bound, manager).items():
         for name in bound:
             if theirs is None:

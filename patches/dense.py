@@ -22,7 +22,7 @@ from lora_fastpath.gate import Path
 from lora_fastpath.kernels import tiles as tiling
 from lora_fastpath.kernels.expand import MAX_SLICES, expand
 from lora_fastpath.kernels.shrink import shrink
-from lora_fastpath.registry import registry
+from lora_fastpath.registry import Unfit, registry
 from lora_fastpath.streams import ARRIVALS, Lane
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ class Launch:
     part_k: int  # K a block; the split follows from it
     expand_rows: int
     expand_columns: int
-    expand_warps: int = 4
+    part_k_beside_long: int = 0  # K a block where the base GEMM is long (LONG_WEIGHT), 0: the same
 
 
 LAUNCHES = (
@@ -54,11 +54,11 @@ LAUNCHES = (
         rows=512,
         shrink_rows=64,
         shrink_columns=64,
-        shrink_k=64,
+        shrink_k=128,
         part_k=512,
-        expand_rows=32,
+        expand_rows=16,
         expand_columns=128,
-        expand_warps=8,
+        part_k_beside_long=2048,
     ),
     Launch(rows=4096, shrink_rows=64, shrink_columns=64, shrink_k=64, part_k=2048, expand_rows=64, expand_columns=128),
     Launch(
@@ -72,6 +72,9 @@ LARGEST_BATCH_OF_TILES = {
     for size in TILE_ROWS
 }
 
+LONG_WEIGHT = 2**24
+"""Elements of a weight beside whose GEMM there is time for few long blocks, which leave the GEMM its SMs: Qwen3-8B's
+layers at 256 rows lose 34 us with them and 51 with many short ones, Qwen3-30B-A3B's smaller ones 19 and 10 (H200)."""
 
 SITE_OF_LAYER = {
     "QKVParallelLinearWithLoRA": "qkv",
@@ -80,10 +83,6 @@ SITE_OF_LAYER = {
     "RowParallelLinearWithLoRA": "row",
     "ReplicatedLinearWithLoRA": "replicated",
 }
-
-
-class Unfit(ValueError):
-    """A layer that the dense kernels do not serve, with the reason."""
 
 
 def launch_for(rows: int) -> Launch:
@@ -112,7 +111,8 @@ def scratch_for(projection: Projection, launch: Launch, rows: int) -> tuple[torc
     """What the shrink of a batch of `rows` rows writes: h [rows, slices * R] and its float32 parts (None: no split-K)."""
     slots, columns, k = projection.a.shape
     h = projection.a.new_empty((rows, columns))
-    split_k = max(1, k // launch.part_k)
+    long = k * projection.ends[-1] >= LONG_WEIGHT
+    split_k = max(1, k // (long and launch.part_k_beside_long or launch.part_k))
     tiles = tiling.max_tiles(rows, slots, launch.shrink_rows)
     if split_k == 1 or tiles * -(-columns // _shrink_columns(launch, columns)) > ARRIVALS:
         return h, None
@@ -157,7 +157,6 @@ def add_delta(
         y,
         ends=projection.ends,
         block_n=launch.expand_columns,
-        num_warps=launch.expand_warps,
         pdl=projection.pdl,
     )
 
@@ -233,36 +232,8 @@ def _unfit(projection: Projection, x: torch.Tensor, y: torch.Tensor) -> str:
     return ""
 
 
-def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: Any) -> None:
-    """Give every dense LoRA layer its Projection, each distinct shape self-checked first.
-
-    A layer that does not fit takes its whole site back to stock: half a site would be hard to reason about.
-    """
-    checked: dict[tuple, str] = {}
-    for name, layer in layers:
-        site = SITE_OF_LAYER.get(type(layer).__name__)
-        if site is None or not registry.is_bound(site):
-            adapter_map.fall_back(f"{name}, a {type(layer).__name__}, is served by stock")
-            continue
-        try:
-            projection = _projection(site, layer, adapter_map)
-            if projection.shape not in checked:
-                checked[projection.shape] = self_check(projection)
-            reason, failed = checked[projection.shape], True
-        except Unfit as error:
-            reason, failed = str(error), False
-        except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
-            reason, failed = f"self-check: {type(error).__name__}: {error}", True
-        if reason:
-            registry.decline(site, f"{name}: {reason}", failed=failed)
-        else:
-            layer.lora_fastpath = projection
-            adapter_map.sites.add(site)
-        if not registry.is_bound(site):
-            adapter_map.fall_back(f"site {site} is out of service")
-
-
-def _projection(site: str, layer: torch.nn.Module, adapter_map: Any) -> Projection:
+def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Projection:
+    """The layer as the kernels see it; raises Unfit where they can't serve it."""
     if not layer.set_lora:
         raise Unfit("sglang gave the layer no adapter buffers")
     a, b = stock.adapter_buffers(layer)

@@ -1,4 +1,4 @@
-"""Each dense kernel once at small and odd shapes: what compute-sanitizer is pointed at.
+"""Each kernel once at small and odd shapes: what compute-sanitizer is pointed at.
 
 compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 """
@@ -13,8 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lora_fastpath import selfcheck
-from lora_fastpath.patches import dense
+from lora_fastpath import moe_selfcheck, selfcheck
+from lora_fastpath.patches import dense, moe
 from lora_fastpath.streams import Lanes
 
 LANES = Lanes(torch.device("cuda"))
@@ -35,3 +35,15 @@ for launch in dense.LAUNCHES:
             miss = selfcheck.compare(y, case)
             print(f"up to {launch.rows} rows, K {k}, ends {ends}, two streams {two_streams}: {miss or 'ok'}")
             assert not miss
+
+for hidden, intermediate, ranks in ((256, 128, (8, 3, 0)), (200, 96, (128, 1, 16))):
+    case = moe_selfcheck.make_case(
+        21, 3, 5, ranks, max(ranks), hidden, intermediate, torch.bfloat16, "cuda", away_every=5, fused_shared=True
+    )
+    buffers = (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b)
+    experts = moe.Experts("moe", None, *buffers, None, fast_math=True, pdl=True)
+    for block_rows in moe.BLOCK_ROWS:
+        miss = moe._check_kernels(experts, case, case.route(block_rows))
+        torch.cuda.synchronize()
+        print(f"experts, H {hidden}, I {intermediate}, {block_rows} rows a block: {miss or 'ok'}")
+        assert not miss

@@ -87,6 +87,8 @@ def test_unknown_rank_zero_and_no_adapter_are_none(adapter_map):
         assert row_slots(table, 6) == [2, -1, -1, -1, 0, 2]
         ranks = {line[0]: line[1] for line in table.tolist() if line[0] >= 0}
         assert ranks == {2: 8, 0: 16}
+    assert batch.row_slots.tolist() == [2, -1, -1, -1, 0, 2]
+    assert batch.slot_ranks.tolist() == [16, 0, 8, 0]
 
 
 def test_batch_without_adapters_runs_nothing(adapter_map):
@@ -98,6 +100,7 @@ def test_prefill_maps_every_row_of_a_request(adapter_map):
     assert batch.path is Path.ONE_STREAM
     for table in batch.tables.values():
         assert row_slots(table, 75) == [0] * 3 + [-1] * 70 + [2] * 2
+    assert batch.row_slots.tolist() == [0] * 3 + [-1] * 70 + [2] * 2
 
 
 def test_speculative_verify_has_several_rows_a_request(adapter_map):
@@ -112,13 +115,15 @@ def test_graph_tables_are_rewritten_in_place_and_padding_is_none(adapter_map, ma
     monkeypatch.setattr(stock, "capturing", lambda: True)
     captured = prepare(adapter_map, batch_of([None] * 16))
     assert captured.path is Path.TWO_STREAMS
-    table = captured.tables[captured.launch.expand_rows]
+    table, by_row = captured.tables[captured.launch.expand_rows], captured.row_slots
     assert len(table) == tiling.max_tiles(16, 4, captured.launch.expand_rows)
     monkeypatch.setattr(stock, "capturing", lambda: False)
     for uids in (["a"] * 9, ["b", "a", None, "a"] * 3, [None] * 5, ["b"]):
         prepare(adapter_map, batch_of(uids))
         slots = [{"a": 2, "b": 0, None: -1}[uid] for uid in uids]
         assert row_slots(table, 16) == slots + [-1] * (16 - len(slots))
+        assert by_row.tolist() == slots + [-1] * (32 - len(slots))
+        assert captured.slot_ranks.tolist() == [16 * (0 in slots), 0, 8 * (2 in slots), 0]
 
 
 def test_a_larger_batch_clears_the_tables_that_only_smaller_graphs_read(adapter_map, manager):
@@ -127,7 +132,7 @@ def test_a_larger_batch_clears_the_tables_that_only_smaller_graphs_read(adapter_
     prepare(adapter_map, batch_of(["a"] * 4))
     prepare(adapter_map, batch_of(["b"] * 100))
     static = adapter_map._static
-    assert (static[1][:, 0] == -1).all() and (static[16][:, 0] == -1).all()
+    assert (static[1][:, 0] == -1).all()
     assert row_slots(static[dense.launch_for(100).expand_rows], 128) == [0] * 100 + [-1] * 28
 
 
@@ -135,7 +140,7 @@ def test_tables_start_at_addresses_that_share_one_compilation(adapter_map, manag
     manager.max_bs_in_cuda_graph = 96
     adapter_map.allocate_static(96)
     offsets = {table.data_ptr() - adapter_map._static_buffer.data_ptr() for table in adapter_map._static.values()}
-    assert len(offsets) == len(dense.TILE_ROWS) and all(offset % 128 == 0 for offset in offsets)
+    assert len(offsets) == len(dense.TILE_ROWS) + 2 and all(offset % 128 == 0 for offset in offsets)
 
 
 def test_a_graph_that_nobody_announced_is_refused(adapter_map, monkeypatch):

@@ -1,0 +1,185 @@
+"""Random mixture-of-experts layers for the self-check and the tests: what each LoRA kernel has to compute, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from lora_fastpath.kernels.moe_route import Route
+
+
+def align(topk_ids: torch.Tensor, block_rows: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """sorted_pairs, block_experts and padded as sglang's moe_align_block_size lays them out, `experts` being all ids.
+
+    What sglang leaves undefined holds valid numbers here, so that a kernel that uses them computes something wrong.
+    """
+    ids = topk_ids.flatten().tolist()
+    pairs, order, groups = len(ids), [], []
+    for expert in range(-1, experts):  # experts on other ranks, -1, come first
+        group = [pair for pair, chosen in enumerate(ids) if chosen == expert]
+        blocks = -(-len(group) // block_rows)
+        order += group + [pairs] * (blocks * block_rows - len(group))
+        groups += [expert] * blocks
+    most = pairs * block_rows if pairs < experts + 1 else pairs + (experts + 1) * (block_rows - 1)
+    sorted_pairs = torch.zeros(most, dtype=torch.int32)  # not rounded to whole blocks, block_experts is
+    sorted_pairs[: len(order)] = torch.tensor(order, dtype=torch.int32)
+    block_experts = torch.zeros(-(-most // block_rows), dtype=torch.int32)
+    block_experts[: len(groups)] = torch.tensor(groups, dtype=torch.int32)
+    padded = torch.tensor([len(order)], dtype=torch.int32)
+    return sorted_pairs.to(topk_ids.device), block_experts.to(topk_ids.device), padded.to(topk_ids.device)
+
+
+@dataclasses.dataclass
+class MoeCase:
+    """One batch for one layer. NaN stands where a kernel must not let what it reads reach a result."""
+
+    x: torch.Tensor  # [T, H]
+    gate_up: torch.Tensor  # [P, 2I], of the base GEMM
+    activated: torch.Tensor  # [P, I]
+    y: torch.Tensor  # [T, top_k, H], of the base GEMM, 0 for experts on other ranks
+    weights: torch.Tensor  # float32 [T, top_k]
+    topk_ids: torch.Tensor  # int32 [T, top_k]
+    gate_up_a: torch.Tensor  # [S, E or 1, 2R, H], NaN in each slice's lines past the rank
+    gate_up_b: torch.Tensor  # [S, E, 2I, R], NaN past the rank
+    down_a: torch.Tensor  # [S, E, R, I], NaN past the rank
+    down_b: torch.Tensor  # [S, E or 1, H, R], NaN past the rank
+    row_slots: torch.Tensor  # int32 [T], -1 for none
+    slot_ranks: torch.Tensor  # int32 [S]
+    experts: int  # with adapters; a fused shared expert has the id after the last of them
+
+    def route(self, block_rows: int) -> Route:
+        aligned = align(self.topk_ids, block_rows, self.experts + 1)
+        top_k = self.topk_ids.shape[1]
+        return Route(*aligned, self.row_slots, self.slot_ranks, block_rows, top_k, self.topk_ids.numel(), self.experts)
+
+    def with_delta(self) -> Iterator[tuple[int, int, int, int]]:
+        """Pair, slot, expert and rank of all pairs that get a delta."""
+        ranks = self.slot_ranks.tolist()
+        for token, (slot, ids) in enumerate(zip(self.row_slots.tolist(), self.topk_ids.tolist())):
+            for k, expert in enumerate(ids):
+                if slot >= 0 and ranks[slot] > 0 and 0 <= expert < self.experts:
+                    yield token * len(ids) + k, slot, expert, ranks[slot]
+
+    def expected_gate_up_h(self) -> torch.Tensor:
+        """x A^T of gate and up, float64 [P, 2R], NaN where it is undefined."""
+        return self._hidden(self.x.repeat_interleave(self.topk_ids.shape[1], 0), self.gate_up_a, 2)
+
+    def expected_down_h(self) -> torch.Tensor:
+        """x A^T of the down projection, float64 [P, R], NaN where it is undefined."""
+        return self._hidden(self.activated, self.down_a, 1)
+
+    def expected_activate(self, h: torch.Tensor) -> torch.Tensor:
+        """silu(gate + delta) * (up + delta), float64 [P, I], NaN where the expert is on another rank."""
+        sums = self.gate_up.double()
+        half, max_rank = sums.shape[1] // 2, self.gate_up_b.shape[3]
+        for pair, slot, expert, rank in self.with_delta():
+            b = _of(self.gate_up_b, slot, expert)
+            sums[pair, :half] += b[:half, :rank] @ h[pair, :rank].double()
+            sums[pair, half:] += b[half:, :rank] @ h[pair, max_rank : max_rank + rank].double()
+        out = torch.nn.functional.silu(sums[:, :half]) * sums[:, half:]
+        out[self.topk_ids.flatten() < 0] = float("nan")
+        return out
+
+    def expected_expand(self, h: torch.Tensor) -> torch.Tensor:
+        """y + weight * (B h), float64 [P, H]."""
+        y = self.y.flatten(0, 1).double()
+        for pair, slot, expert, rank in self.with_delta():
+            delta = _of(self.down_b, slot, expert)[:, :rank] @ h[pair, :rank].double()
+            y[pair] += self.weights.flatten()[pair].double() * delta
+        return y
+
+    def expected_finalize(self, h: torch.Tensor, scaling: float) -> torch.Tensor:
+        """What expand gives, summed over a token's experts and scaled, float64 [T, H]."""
+        return scaling * self.expected_expand(h).view(self.y.shape).sum(1)
+
+    def _hidden(self, rows: torch.Tensor, a: torch.Tensor, slices: int) -> torch.Tensor:
+        h = torch.full((len(rows), a.shape[2]), float("nan"), dtype=torch.float64, device=a.device)
+        for pair, slot, expert, rank in self.with_delta():
+            for start in range(0, a.shape[2], a.shape[2] // slices):
+                h[pair, start : start + rank] = _of(a, slot, expert)[start : start + rank] @ rows[pair].double()
+        return h
+
+
+def _of(buffer: torch.Tensor, slot: int, expert: int) -> torch.Tensor:
+    return buffer[slot, expert if buffer.shape[1] > 1 else 0].double()
+
+
+def make_case(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    ranks: tuple[int, ...],
+    max_rank: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    none_every: int = 4,
+    away_every: int = 0,
+    fused_shared: bool = False,
+    shared_outer: bool = False,
+) -> MoeCase:
+    """Random tensors at the scale of a trained layer (outputs near 1), one adapter a slot, tokens with one going round the slots.
+
+    none_every: every so many tokens one has no adapter (0: all have one).
+    away_every: every so many pairs one goes to an expert on another rank (0: none does).
+    fused_shared: each token's last expert is a shared one, which has no adapter.
+    shared_outer: gate and up share one A among all experts, the down projection one B.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    slots, outer, pairs = len(ranks), 1 if shared_outer else experts, tokens * top_k
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    gate_up_a = normal(slots, outer, 2, max_rank, hidden) * hidden**-0.5
+    gate_up_b = normal(slots, experts, 2 * intermediate, max_rank)
+    down_a = normal(slots, experts, max_rank, intermediate) * intermediate**-0.5
+    down_b = normal(slots, outer, hidden, max_rank)
+    for slot, rank in enumerate(ranks):
+        for a in (gate_up_a, down_a):
+            a[slot, ..., rank:, :] = float("nan")
+        for b in (gate_up_b, down_b):
+            b[slot] *= max(rank, 1) ** -0.5
+            b[slot, ..., rank:] = float("nan")
+
+    own = top_k - 1 if fused_shared else top_k
+    topk_ids = normal(tokens, experts).argsort(1)[:, :own].to(torch.int32)
+    if fused_shared:
+        topk_ids = torch.cat([topk_ids, torch.full_like(topk_ids[:, :1], experts)], 1)
+    if away_every:
+        topk_ids.view(-1)[away_every - 1 :: away_every] = -1
+    y = normal(tokens, top_k, hidden)
+    y[topk_ids < 0] = 0
+    row_slots = torch.zeros(tokens, dtype=torch.int32, device=device)
+    if none_every:
+        row_slots[none_every - 1 :: none_every] = -1
+    with_slot = row_slots >= 0
+    row_slots[with_slot] = torch.arange(int(with_slot.sum()), dtype=torch.int32, device=device) % slots
+    return MoeCase(
+        normal(tokens, hidden).to(dtype),
+        normal(pairs, 2 * intermediate).to(dtype),
+        normal(pairs, intermediate).to(dtype),
+        y.to(dtype),
+        torch.softmax(normal(tokens, top_k), 1),
+        topk_ids,
+        gate_up_a.flatten(2, 3).to(dtype),
+        gate_up_b.to(dtype),
+        down_a.to(dtype),
+        down_b.to(dtype),
+        row_slots,
+        torch.tensor(ranks, dtype=torch.int32, device=device),
+        experts,
+    )
+
+
+def miss(what: str, got: torch.Tensor, expected: torch.Tensor) -> str:
+    """How `got` misses `expected` (float64, NaN where anything will do), or ""."""
+    defined = ~expected.isnan()
+    error = (got.double() - expected).abs()[defined] / (1 + expected.abs()[defined])
+    worst, allowed = error.max().item(), 8 * torch.finfo(got.dtype).eps
+    return "" if worst <= allowed else f"{what}: largest relative error {worst:.3g}, {allowed:.3g} is allowed"

@@ -1,0 +1,227 @@
+"""Site `moe`: FusedMoEWithLoRA. sglang's expert GEMMs with the LoRA deltas around them, for layers served by its Triton runner.
+
+    main stream                                           side stream, for batches that two streams are faster for
+    align (sglang)
+    gate_up GEMM (sglang)                                 moe_shrink: h = x A_gate_up
+    moe_activate: silu(g + dg) * (u + du)
+    down GEMM (sglang)                                    moe_shrink: h = activated A_down
+    moe_expand: y += w * (B_down h)
+    sum over a token's experts (sglang)
+
+The base GEMM's alignment serves the LoRA kernels too, so nothing is routed a second time. Nothing is written into the
+layer's input: models read it on a second stream (shared experts) at the same time. A batch without adapters runs
+sglang's own sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lora_fastpath import moe_selfcheck, stock
+from lora_fastpath.gate import Path
+from lora_fastpath.kernels.moe_activate import moe_activate
+from lora_fastpath.kernels.moe_expand import moe_expand
+from lora_fastpath.kernels.moe_route import Route
+from lora_fastpath.kernels.moe_shrink import moe_shrink
+from lora_fastpath.patches.dense import DTYPES, MAX_RANK
+from lora_fastpath.registry import Unfit, registry
+
+SITE_OF_LAYER = {"FusedMoEWithLoRA": "moe"}
+
+BLOCK_ROWS = (16, 32, 64, 128)
+"""Rows a block of sglang's Triton expert GEMMs; which of them a batch gets is its tuning files' choice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """One layer's adapters as the kernels see them; attached to sglang's layer as `lora_fastpath`."""
+
+    site: str
+    adapter_map: Any  # patches.adapters.AdapterMap of the layer's manager
+    gate_up_a: torch.Tensor  # [S, E or 1, 2R, H], a slice every R lines
+    gate_up_b: torch.Tensor  # [S, E, 2I, R], scaling folded in
+    down_a: torch.Tensor  # [S, E, R, I]
+    down_b: torch.Tensor  # [S, E or 1, H, R], scaling folded in
+    base_runner: Any  # sglang's runner of the layer without LoRA
+    fast_math: bool  # sglang compiles its activation with --use_fast_math before compute capability 10.0
+    pdl: bool  # programmatic dependent launch, compute capability 9.0 and later
+
+    @property
+    def count(self) -> int:
+        """Experts that have adapters on this rank."""
+        return self.gate_up_b.shape[1]
+
+    @property
+    def shape(self) -> tuple:
+        """What the compiled kernels depend on: layers with equal shapes share one self-check."""
+        buffers = (self.gate_up_a, self.gate_up_b, self.down_a, self.down_b)
+        return (self.site, *(buffer.shape for buffer in buffers), self.down_a.dtype)
+
+    def activate(
+        self, gate_up: torch.Tensor, h: torch.Tensor, b: torch.Tensor, route: Route, out: torch.Tensor
+    ) -> None:
+        moe_activate(gate_up, h, b, route, out, fast_math=self.fast_math, pdl=self.pdl)
+
+
+def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    experts = getattr(layer, "lora_fastpath", None)
+    batch = experts.adapter_map.batch if experts is not None else None
+    if batch is None:
+        return wrapped(*args, **kwargs)
+    dispatched = _dispatch(layer, *args, **kwargs)
+    if batch.path is Path.BASE:
+        out = experts.base_runner.run(dispatched, layer._quant_info).hidden_states
+        return stock.combine(layer, out)
+    x = dispatched.hidden_states
+    if not stock.is_standard_topk(dispatched.topk_output) or x.dim() != 2 or x.shape[0] != batch.rows:
+        # Not the rows that were mapped: sglang's own mapping decides.
+        experts.adapter_map.fall_back(f"experts got {tuple(x.shape)} where the batch has {batch.rows} rows", say=True)
+        return wrapped(*args, **kwargs)
+    try:
+        out = run(experts, stock.ExpertGemms(layer, dispatched), batch)
+    except Exception as error:  # noqa: BLE001 - the input is untouched, so stock can still serve the layer
+        reason = f"{type(error).__name__}: {error}"
+        experts.adapter_map.fall_back(reason)
+        registry.decline(experts.site, reason, failed=True)
+        return wrapped(*args, **kwargs)
+    return stock.combine(layer, out)
+
+
+def _dispatch(layer: Any, hidden_states: torch.Tensor, topk_output: Any, **_: Any) -> Any:
+    return layer.base_layer.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+
+
+def run(experts: Experts, gemms: stock.ExpertGemms, batch: Any) -> torch.Tensor:
+    """The layer's output [T, H] for a batch with adapters, before any reduction over ranks."""
+    x, pairs = gemms.x, gemms.pairs
+    width, rank = experts.gate_up_b.shape[2], experts.down_a.shape[2]
+    route = Route(
+        *gemms.alignment,
+        batch.row_slots,
+        batch.slot_ranks,
+        block_rows=gemms.block_rows,
+        top_k=gemms.top_k,
+        pairs=pairs,
+        experts=experts.count,
+    )
+    gate_up = x.new_empty((pairs, width))
+    activated = x.new_empty((pairs, width // 2))
+    y = x.new_empty((x.shape[0], gemms.top_k, experts.down_b.shape[2]))
+    h_gate_up, h_down = x.new_empty((pairs, 2 * rank)), x.new_empty((pairs, rank))
+    lane = experts.adapter_map.lanes.current() if batch.path is Path.TWO_STREAMS else None
+
+    _beside(
+        lane,
+        h_gate_up,
+        lambda: gemms.gate_up(gate_up),
+        lambda: moe_shrink(x, experts.gate_up_a, route, h_gate_up, rows_share=gemms.top_k, slices=2),
+    )
+    experts.activate(gate_up, h_gate_up, experts.gate_up_b, route, activated)
+    _beside(
+        lane,
+        h_down,
+        lambda: gemms.down(activated, y),
+        lambda: moe_shrink(activated, experts.down_a, route, h_down, rows_share=1, slices=1),
+    )
+    moe_expand(h_down, experts.down_b, gemms.weights, route, y.view(pairs, -1), pdl=experts.pdl)
+    return gemms.sum_over_experts(y)
+
+
+def _beside(lane: Any, scratch: torch.Tensor, base: Callable[[], None], lora: Callable[[], None]) -> None:
+    """Queue `base` on this stream and `lora`, which writes `scratch`, beside it (lane None: after it)."""
+    if lane is None:
+        base()
+        lora()
+        return
+    lane.fork((scratch,))
+    try:
+        base()
+        with lane.side():
+            lora()
+    finally:
+        lane.scratch = None
+
+
+def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
+    """The layer's adapters as the kernels see them; raises Unfit where they can't be served."""
+    if not layer.set_lora:
+        raise Unfit("sglang gave the layer no adapter buffers")
+    if reason := stock.unserved_experts(layer):
+        raise Unfit(reason)
+    gate_up_a, gate_up_b, down_a, down_b = buffers = stock.expert_buffers(layer)
+    rank = down_a.shape[2]
+    if down_a.dtype not in DTYPES:
+        raise Unfit(f"adapters are {down_a.dtype}, the kernels take bfloat16 and float16")
+    if not 1 <= rank <= MAX_RANK:
+        raise Unfit(f"--max-lora-rank is {rank}, the kernels take 1 to {MAX_RANK}")
+    slots, count, width, _ = gate_up_b.shape
+    hidden = gate_up_a.shape[3]
+    wanted = ((2 * rank, hidden), (width, rank), (rank, width // 2), (hidden, rank))
+    for buffer, (lines, columns) in zip(buffers, wanted):
+        shared = buffer is gate_up_a or buffer is down_b
+        if (
+            buffer.shape[0] != slots
+            or buffer.shape[1] not in ((1, count) if shared else (count,))
+            or buffer.shape[2:] != (lines, columns)
+            or buffer.stride()[2:] != (columns, 1)
+        ):
+            raise Unfit(f"adapter buffers {[tuple(b.shape) for b in buffers]} do not fit each other")
+    capability = torch.cuda.get_device_capability(down_a.device) if down_a.is_cuda else (0, 0)
+    fast_math, pdl = (0, 0) < capability < (10, 0), capability >= (9, 0)
+    return Experts(site, adapter_map, *buffers, stock.runner_without_lora(layer), fast_math, pdl)
+
+
+def self_check(experts: Experts) -> str:
+    """Run the kernels at this layer's real widths against float64, for every block size; the first miss in words, or ""."""
+    hidden, rank, intermediate = experts.gate_up_a.shape[3], experts.down_a.shape[2], experts.down_a.shape[3]
+    case = moe_selfcheck.make_case(
+        tokens=9,
+        top_k=3,
+        experts=4,
+        ranks=(rank, max(1, rank // 2), max(1, rank - 1)),
+        max_rank=rank,
+        hidden=hidden,
+        intermediate=intermediate,
+        dtype=experts.down_a.dtype,
+        device=experts.down_a.device,
+        shared_outer=experts.gate_up_a.shape[1] < experts.count,
+    )
+    for block_rows in BLOCK_ROWS:
+        if miss := _check_kernels(experts, case, case.route(block_rows)):
+            return f"self-check at {block_rows} rows a block, H {hidden}, I {intermediate}, rank {rank}: {miss}"
+    return _check_activation(experts, case) if case.x.is_cuda else ""
+
+
+def _check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, route: Route) -> str:
+    h = case.x.new_full((route.pairs, case.gate_up_a.shape[2]), float("nan"))
+    moe_shrink(case.x, case.gate_up_a, route, h, rows_share=route.top_k, slices=2)
+    activated = torch.full_like(case.activated, float("nan"))
+    experts.activate(case.gate_up, h, case.gate_up_b, route, activated)
+    h_down = case.x.new_full((route.pairs, case.down_a.shape[2]), float("nan"))
+    moe_shrink(case.activated, case.down_a, route, h_down, rows_share=1, slices=1)
+    y = case.y.flatten(0, 1).clone()
+    moe_expand(h_down, case.down_b, case.weights, route, y, pdl=experts.pdl)
+    return (
+        moe_selfcheck.miss("gate_up shrink", h, case.expected_gate_up_h())
+        or moe_selfcheck.miss("activation", activated, case.expected_activate(h))
+        or moe_selfcheck.miss("down shrink", h_down, case.expected_down_h())
+        or moe_selfcheck.miss("down expand", y, case.expected_expand(h_down))
+    )
+
+
+def _check_activation(experts: Experts, case: moe_selfcheck.MoeCase) -> str:
+    """Rows without an adapter must have the very bits of sglang's own activation."""
+    wanted = torch.empty_like(case.activated)
+    stock.activate(case.gate_up, wanted)
+    route = dataclasses.replace(case.route(BLOCK_ROWS[0]), row_slots=torch.full_like(case.row_slots, -1))
+    got = torch.empty_like(wanted)
+    h = case.x.new_empty((route.pairs, case.gate_up_a.shape[2]))
+    experts.activate(case.gate_up, h, case.gate_up_b, route, got)
+    return "" if torch.equal(got, wanted) else "rows without an adapter differ from sglang's activation"
+
+
+WRAPPERS = {"FusedMoEWithLoRA.forward": forward}
