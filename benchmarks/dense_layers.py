@@ -68,7 +68,7 @@ class Layer:
         lane.fork(dense.scratch_for(self.projection, launch, len(x)))
         y = self.base(x)
         dense.add_delta(self.projection, launch, tables, lane, x, y)
-        lane.scratch = None
+        lane.scratch = ()
         return y
 
 

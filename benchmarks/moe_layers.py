@@ -90,7 +90,7 @@ class Layer:
         dispatched = StandardDispatchOutput(x, None, topk_output)
         if batch is None:
             return self.experts.base_runner.run(dispatched, self.sglang._quant_info).hidden_states
-        return moe.run(self.experts, stock.ExpertGemms(self.sglang, dispatched), batch)
+        return moe.run(self.experts, self.sglang, dispatched, batch)
 
 
 def routing(rows: int, experts: int, top_k: int) -> object:

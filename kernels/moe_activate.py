@@ -6,18 +6,18 @@
     u  = gate_up[p, I + i]    du = sum over r < rank of h[p, R + r] * B[slot(p), expert(p), I + i, r]
 
     gate_up  [P, 2I]            BF16 or FP16, unit stride along its columns
-    h        [P, 2R]            same dtype, what the shrink kernel wrote; undefined rows and columns are not used
-    B        [S, E or 1, 2I, R] same dtype, each expert's matrix contiguous, scaling folded in; may hold anything past
-                                the adapter's rank
+    h        [SPLIT_K, P, 2R]   float32, what the shrink kernel wrote; undefined rows and columns are not used
+    B        [S, E or 1, 2I, R] dtype of gate_up, each expert's matrix contiguous, scaling folded in; may hold anything
+                                past the adapter's rank
     route    see moe_route.py
-    out      [P, I]             same dtype, unit stride along I; pairs of experts on other ranks are left unwritten
+    out      [P, I]             dtype of gate_up, unit stride along I; pairs of experts on other ranks are left unwritten
 
-All of it is float32 and rounded once, in out: g + dg is never rounded. A row that gets no delta has the bits of a batch
-without adapters, whatever shares its block.
+h is rounded to B's dtype once; the rest is float32 and rounded once, in out: g + dg is never rounded. The first blocks
+of a launch take the route's tiles, the others rows in order and of them those that get no delta: their bits are those of
+a batch without adapters.
 
-It is launched with programmatic dependent launch where the GPU has it: routing and the first slot's B are on their way
-before the base GEMM has ended, only h and gate_up wait for it. So whatever wrote the routing must have ended before the
-base GEMM began.
+It is launched with programmatic dependent launch where the GPU has it, which hides the launch; nothing is read before
+the wait, as the routing comes from the side stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_fastpath.kernels.moe_route import NO_SLOT, Route, expert_stride, load_b, load_block, load_h, next_slot
+from lora_fastpath.kernels.launch import launch
+from lora_fastpath.kernels.moe_route import Route, expert_stride, load_b, load_h, load_tile, slot_of
+
+TILE_PROGRAMS = 256
+"""Most blocks along the tiles: the table has lines for the worst mix of adapters, and a block that finds none of its
+own costs as much to launch as one that works."""
 
 
 @triton.jit
@@ -50,28 +55,53 @@ def _silu_and_mul(gate, up, FAST_MATH: tl.constexpr):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@triton.jit
+def _activate_tile(
+    tile, n, n_live, gate_up_ptr, h_ptr, b_ptr, out_ptr, tiles_ptr, pairs,
+    gate_up_row_stride, b_slot_stride, b_expert_stride, out_row_stride,
+    I: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_K: tl.constexpr,  # noqa: E741
+    FAST_MATH: tl.constexpr,
+):  # fmt: skip
+    slot, expert, rank, pair, live = load_tile(tiles_ptr, tile, BLOCK_ROWS)
+    dtype: tl.constexpr = b_ptr.dtype.element_ty
+    part_stride = pairs.to(tl.int64) * (2 * R)
+    at = pair[:, None] * gate_up_row_stride + n[None, :]
+    at_live = live[:, None] & n_live[None, :]
+    # All six are asked for before the first is used.
+    gate = tl.load(gate_up_ptr + at, mask=at_live, other=0.0)
+    up = tl.load(gate_up_ptr + I + at, mask=at_live, other=0.0)
+    b_gate = load_b(b_ptr, slot, expert, rank, n, n_live, b_slot_stride, b_expert_stride, R, BLOCK_R)
+    b_up = load_b(b_ptr, slot, expert, rank, I + n, n_live, b_slot_stride, b_expert_stride, R, BLOCK_R)
+    h_gate = load_h(h_ptr, pair, live, rank, 0, part_stride, dtype, 2 * R, R, BLOCK_R, SPLIT_K)
+    h_up = load_h(h_ptr, pair, live, rank, R, part_stride, dtype, 2 * R, R, BLOCK_R, SPLIT_K)
+    gate = gate.to(tl.float32) + tl.dot(h_gate, tl.trans(b_gate))
+    up = up.to(tl.float32) + tl.dot(h_up, tl.trans(b_up))
+    out = _silu_and_mul(gate, up, FAST_MATH)
+    tl.store(out_ptr + pair[:, None] * out_row_stride + n[None, :], out.to(out_ptr.dtype.element_ty), mask=at_live)
+
+
 # The number of pairs changes with every prefill: specializing on it would compile in the middle of serving.
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "tile_programs"])
 def _moe_activate_kernel(
     gate_up_ptr,
     h_ptr,
     b_ptr,
     out_ptr,
-    sorted_pairs_ptr,
-    block_experts_ptr,
-    padded_ptr,
+    topk_ids_ptr,
     row_slots_ptr,
     slot_ranks_ptr,
+    tiles_ptr,
     pairs,
+    tile_programs,
     experts,
     gate_up_row_stride,
-    h_row_stride,
     b_slot_stride,
     b_expert_stride,
     out_row_stride,
     I: tl.constexpr,  # noqa: E741
     R: tl.constexpr,
     TOP_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -80,55 +110,28 @@ def _moe_activate_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    expert, pair, live, slots = load_block(
-        tl.program_id(0), sorted_pairs_ptr, block_experts_ptr, padded_ptr, row_slots_ptr, slot_ranks_ptr,
-        pairs, experts, TOP_K, BLOCK_ROWS,
-    )  # fmt: skip
-    if expert < 0:
-        if PDL:
-            # The kernel after this one waits for this one alone, so this one must not end before the base GEMM has.
-            tl.extra.cuda.gdc_wait()
-        return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_live = n < I
-
-    # The first slot stands outside the loop, with the wait between its loads of B and of h: a wait inside a loop is one
-    # that the compiler moves loads across. A block without an adapter masks all of them off.
-    slot = next_slot(slots, -1)
-    some = slot != NO_SLOT
-    rank = tl.load(slot_ranks_ptr + slot, mask=some, other=0)
-    b_gate = load_b(b_ptr, slot, expert, rank, n, n_live & some, b_slot_stride, b_expert_stride, R, BLOCK_R)
-    b_up = load_b(b_ptr, slot, expert, rank, I + n, n_live & some, b_slot_stride, b_expert_stride, R, BLOCK_R)
-    if PDL:
         tl.extra.cuda.gdc_wait()
-    rows = (slots == slot) & some
-    tile = pair[:, None] * gate_up_row_stride + n[None, :]
-    tile_live = live[:, None] & n_live[None, :]
-    # All four are asked for before the first is used.
-    base_gate = tl.load(gate_up_ptr + tile, mask=tile_live, other=0.0)
-    base_up = tl.load(gate_up_ptr + I + tile, mask=tile_live, other=0.0)
-    h_gate = load_h(h_ptr, pair, rows, rank, 0, h_row_stride, R, BLOCK_R)
-    h_up = load_h(h_ptr, pair, rows, rank, R, h_row_stride, R, BLOCK_R)
-    gate = base_gate.to(tl.float32)
-    up = base_up.to(tl.float32)
-    gate = tl.where(rows[:, None], gate + tl.dot(h_gate, tl.trans(b_gate)), gate)
-    up = tl.where(rows[:, None], up + tl.dot(h_up, tl.trans(b_up)), up)
-
-    slot = next_slot(slots, slot)
-    while slot != NO_SLOT:
-        rows = slots == slot
-        rank = tl.load(slot_ranks_ptr + slot)
-        b_gate = load_b(b_ptr, slot, expert, rank, n, n_live, b_slot_stride, b_expert_stride, R, BLOCK_R)
-        b_up = load_b(b_ptr, slot, expert, rank, I + n, n_live, b_slot_stride, b_expert_stride, R, BLOCK_R)
-        h_gate = load_h(h_ptr, pair, rows, rank, 0, h_row_stride, R, BLOCK_R)
-        h_up = load_h(h_ptr, pair, rows, rank, R, h_row_stride, R, BLOCK_R)
-        gate = tl.where(rows[:, None], gate + tl.dot(h_gate, tl.trans(b_gate)), gate)
-        up = tl.where(rows[:, None], up + tl.dot(h_up, tl.trans(b_up)), up)
-        slot = next_slot(slots, slot)
-
-    out = _silu_and_mul(gate, up, FAST_MATH)
-    out_tile = out_ptr + pair[:, None] * out_row_stride + n[None, :]
-    tl.store(out_tile, out.to(out_ptr.dtype.element_ty), mask=tile_live)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_live = n < I
+    program = tl.program_id(1)
+    if program < tile_programs:
+        for tile in tl.range(program, tl.load(tiles_ptr + 3), tile_programs, num_stages=1):
+            _activate_tile(
+                tile, n, n_live, gate_up_ptr, h_ptr, b_ptr, out_ptr, tiles_ptr, pairs,
+                gate_up_row_stride, b_slot_stride, b_expert_stride, out_row_stride,
+                I, R, BLOCK_ROWS, BLOCK_R, SPLIT_K, FAST_MATH,
+            )  # fmt: skip
+    else:
+        pair = (program - tile_programs) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        slot, expert = slot_of(pair, pair < pairs, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, TOP_K)
+        live = (slot < 0) & (expert >= 0)
+        pair = pair.to(tl.int64)
+        at = pair[:, None] * gate_up_row_stride + n[None, :]
+        at_live = live[:, None] & n_live[None, :]
+        gate = tl.load(gate_up_ptr + at, mask=at_live, other=0.0)
+        up = tl.load(gate_up_ptr + I + at, mask=at_live, other=0.0)
+        out = _silu_and_mul(gate.to(tl.float32), up.to(tl.float32), FAST_MATH)
+        tl.store(out_ptr + pair[:, None] * out_row_stride + n[None, :], out.to(out_ptr.dtype.element_ty), mask=at_live)
 
 
 def moe_activate(
@@ -139,7 +142,7 @@ def moe_activate(
     out: torch.Tensor,
     *,
     block_n: int | None = None,
-    num_warps: int | None = None,
+    num_warps: int = 4,
     fast_math: bool = False,
     pdl: bool = False,
 ) -> None:
@@ -148,37 +151,18 @@ def moe_activate(
     fast_math: silu with the GPU's approximate exponential and quotient, denormals flushed: the instructions that nvcc
     makes of x / (1 + expf(-x)) * y under --use_fast_math, so the bits of a base activation that is compiled that way.
     """
-    r = b.shape[3]
+    r, intermediate = b.shape[3], b.shape[2] // 2
     block_r = max(16, triton.next_power_of_2(r))
-    # Gate, up and their B are held in registers across the wait: this many columns fit without spilling.
+    # Gate, up and their B are held in registers at once: this many columns fit without spilling.
     block_n = block_n or max(16, min(128, 4096 // max(block_r, route.block_rows)))
-    intermediate = b.shape[2] // 2
-    _moe_activate_kernel[(route.blocks, triton.cdiv(intermediate, block_n))](
-        gate_up,
-        h,
-        b,
-        out,
-        route.sorted_pairs,
-        route.block_experts,
-        route.padded,
-        route.row_slots,
-        route.slot_ranks,
-        route.pairs,
-        route.experts,
-        gate_up.stride(0),
-        h.stride(0),
-        b.stride(0),
-        expert_stride(b),
-        out.stride(0),
-        I=intermediate,
-        R=r,
-        TOP_K=route.top_k,
-        BLOCK_ROWS=route.block_rows,
-        BLOCK_N=block_n,
-        BLOCK_R=block_r,
-        FAST_MATH=fast_math,
-        PDL=pdl,
-        num_warps=num_warps or (8 if route.block_rows >= 128 else 4),
-        num_stages=1,
-        **({"launch_pdl": True} if pdl else {}),
+    tile_programs = min(len(route.tiles), TILE_PROGRAMS)
+    strides = (gate_up.stride(0), b.stride(0), expert_stride(b), out.stride(0))
+    launch(
+        _moe_activate_kernel,
+        (gate_up.dtype, route.experts, strides, num_warps),
+        (triton.cdiv(intermediate, block_n), tile_programs + triton.cdiv(route.pairs, route.block_rows)),
+        (gate_up, h, b, out, route.topk_ids, route.row_slots, route.slot_ranks, route.tiles),
+        (route.pairs, tile_programs, route.experts, *strides),
+        (intermediate, r, route.top_k, len(h), route.block_rows, block_n, block_r, fast_math, pdl),
+        {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

@@ -7,28 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lora_fastpath.kernels.moe_route import Route
-
-
-def align(topk_ids: torch.Tensor, block_rows: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """sorted_pairs, block_experts and padded as sglang's moe_align_block_size lays them out, `experts` being all ids.
-
-    What sglang leaves undefined holds valid numbers here, so that a kernel that uses them computes something wrong.
-    """
-    ids = topk_ids.flatten().tolist()
-    pairs, order, groups = len(ids), [], []
-    for expert in range(-1, experts):  # experts on other ranks, -1, come first
-        group = [pair for pair, chosen in enumerate(ids) if chosen == expert]
-        blocks = -(-len(group) // block_rows)
-        order += group + [pairs] * (blocks * block_rows - len(group))
-        groups += [expert] * blocks
-    most = pairs * block_rows if pairs < experts + 1 else pairs + (experts + 1) * (block_rows - 1)
-    sorted_pairs = torch.zeros(most, dtype=torch.int32)  # not rounded to whole blocks, block_experts is
-    sorted_pairs[: len(order)] = torch.tensor(order, dtype=torch.int32)
-    block_experts = torch.zeros(-(-most // block_rows), dtype=torch.int32)
-    block_experts[: len(groups)] = torch.tensor(groups, dtype=torch.int32)
-    padded = torch.tensor([len(order)], dtype=torch.int32)
-    return sorted_pairs.to(topk_ids.device), block_experts.to(topk_ids.device), padded.to(topk_ids.device)
+from lora_fastpath.kernels.moe_route import Route, moe_route, new_route
 
 
 @dataclasses.dataclass
@@ -50,9 +29,9 @@ class MoeCase:
     experts: int  # with adapters; a fused shared expert has the id after the last of them
 
     def route(self, block_rows: int) -> Route:
-        aligned = align(self.topk_ids, block_rows, self.experts + 1)
-        top_k = self.topk_ids.shape[1]
-        return Route(*aligned, self.row_slots, self.slot_ranks, block_rows, top_k, self.topk_ids.numel(), self.experts)
+        route = new_route(self.topk_ids, self.row_slots, self.slot_ranks, self.experts, block_rows)
+        moe_route(route)
+        return route
 
     def with_delta(self) -> Iterator[tuple[int, int, int, int]]:
         """Pair, slot, expert and rank of all pairs that get a delta."""
@@ -63,7 +42,7 @@ class MoeCase:
                     yield token * len(ids) + k, slot, expert, ranks[slot]
 
     def expected_gate_up_h(self) -> torch.Tensor:
-        """x A^T of gate and up, float64 [P, 2R], NaN where it is undefined."""
+        """x A^T of gate and up, float64 [P, 2R], NaN where it is undefined; the shrink's parts have to add up to it."""
         return self._hidden(self.x.repeat_interleave(self.topk_ids.shape[1], 0), self.gate_up_a, 2)
 
     def expected_down_h(self) -> torch.Tensor:
@@ -71,7 +50,7 @@ class MoeCase:
         return self._hidden(self.activated, self.down_a, 1)
 
     def expected_activate(self, h: torch.Tensor) -> torch.Tensor:
-        """silu(gate + delta) * (up + delta), float64 [P, I], NaN where the expert is on another rank."""
+        """silu(gate + delta) * (up + delta) for h [P, 2R], float64 [P, I], NaN where the expert is on another rank."""
         sums = self.gate_up.double()
         half, max_rank = sums.shape[1] // 2, self.gate_up_b.shape[3]
         for pair, slot, expert, rank in self.with_delta():
@@ -83,16 +62,12 @@ class MoeCase:
         return out
 
     def expected_expand(self, h: torch.Tensor) -> torch.Tensor:
-        """y + weight * (B h), float64 [P, H]."""
+        """y + weight * (B h) for h [P, R], float64 [P, H]."""
         y = self.y.flatten(0, 1).double()
         for pair, slot, expert, rank in self.with_delta():
             delta = _of(self.down_b, slot, expert)[:, :rank] @ h[pair, :rank].double()
             y[pair] += self.weights.flatten()[pair].double() * delta
         return y
-
-    def expected_finalize(self, h: torch.Tensor, scaling: float) -> torch.Tensor:
-        """What expand gives, summed over a token's experts and scaled, float64 [T, H]."""
-        return scaling * self.expected_expand(h).view(self.y.shape).sum(1)
 
     def _hidden(self, rows: torch.Tensor, a: torch.Tensor, slices: int) -> torch.Tensor:
         h = torch.full((len(rows), a.shape[2]), float("nan"), dtype=torch.float64, device=a.device)

@@ -198,12 +198,8 @@ class ExpertGemms:
         from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
         self._sglang, self._config, self._quant = fused_moe, layer._lora_runner.config, layer._quant_info
-        self.x = dispatched.hidden_states
-        """[T, H]"""
-        self.topk = dispatched.topk_output
-        self.top_k = self.topk.topk_ids.shape[1]
-        self.pairs = self.topk.topk_ids.numel()
-        self.weights = self.topk.topk_weights
+        self._x, self._topk = dispatched.hidden_states, dispatched.topk_output
+        self.weights = self._topk.topk_weights
         """float32 [T, top_k]"""
         quant = {
             name: getattr(self._quant, name)
@@ -211,14 +207,11 @@ class ExpertGemms:
                 "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "block_shape",
             )
         }  # fmt: skip
-        self._gate_up_config, self._down_config, _, *alignment = fused_moe._prepare_fused_moe_run(
-            self.x, self._quant.w13_weight, self._quant.w2_weight, self.topk.topk_ids, **quant
+        self._gate_up_config, self._down_config, _, *self._alignment = fused_moe._prepare_fused_moe_run(
+            self._x, self._quant.w13_weight, self._quant.w2_weight, self._topk.topk_ids, **quant
         )
-        self.alignment = tuple(alignment)
-        """sorted_pairs, block_experts and padded, see kernels/moe_route.py."""
-        self.block_rows = self._gate_up_config["BLOCK_SIZE_M"]
         filter_expert = self._config.num_experts is None or self._config.num_experts != self._config.num_local_experts
-        bfloat = self.x.dtype == torch.bfloat16
+        bfloat = self._x.dtype == torch.bfloat16
         self._shared = quant | {
             "compute_type": fused_moe.tl.bfloat16 if bfloat else fused_moe.tl.float16,
             "filter_expert": filter_expert,
@@ -228,8 +221,8 @@ class ExpertGemms:
         """out [P, 2I] = x times each pair's expert."""
         quant = self._quant
         self._sglang.invoke_fused_moe_kernel(
-            self.x, quant.w13_weight, quant.b13, out, quant.a13_scale, quant.w13_scale, quant.w13_zp,
-            self.weights, self.topk.topk_ids, *self.alignment, False, self.top_k, self._gate_up_config, **self._shared,
+            self._x, quant.w13_weight, quant.b13, out, quant.a13_scale, quant.w13_scale, quant.w13_zp,
+            self.weights, self._topk.topk_ids, *self._alignment, False, self._topk.topk_ids.shape[1], self._gate_up_config, **self._shared,
         )  # fmt: skip
 
     def down(self, activated: torch.Tensor, out: torch.Tensor) -> None:
@@ -237,22 +230,22 @@ class ExpertGemms:
         quant = self._quant
         self._sglang.invoke_fused_moe_kernel(
             activated, quant.w2_weight, quant.b2, out, quant.a2_scale, quant.w2_scale, quant.w2_zp,
-            self.weights, self.topk.topk_ids, *self.alignment, True, 1, self._down_config or self._gate_up_config,
-            router_topk=self.top_k, **self._shared,
+            self.weights, self._topk.topk_ids, *self._alignment, True, 1, self._down_config or self._gate_up_config,
+            router_topk=self._topk.topk_ids.shape[1], **self._shared,
         )  # fmt: skip
 
     def sum_over_experts(self, y: torch.Tensor) -> torch.Tensor:
         """[T, H] from [T, top_k, H], by the reduction that sglang uses for a batch of this size."""
-        out = torch.empty_like(self.x)
+        out = torch.empty_like(self._x)
         scaling = self._config.routed_scaling_factor
         scaling = 1.0 if scaling is None else scaling
         if not self._sglang._is_cuda and self._sglang._has_vllm_ops:
             self._sglang.vllm_ops.moe_sum(y, out)  # without the scaling, as sglang has it there
         elif not self._sglang._is_cuda:
             self._sglang.moe_sum_reduce_triton(y, out, scaling)
-        elif self.top_k == 1 and scaling == 1.0:
+        elif y.shape[1] == 1 and scaling == 1.0:
             out.copy_(y[:, 0])
-        elif self.top_k == 2 and scaling == 1.0:
+        elif y.shape[1] == 2 and scaling == 1.0:
             torch.add(y[:, 0], y[:, 1], out=out)
         elif len(y) <= 32:
             self._sglang.moe_sum_reduce_torch_compile(y, out, scaling)

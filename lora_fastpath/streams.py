@@ -23,19 +23,20 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
-        self.scratch: tuple | None = None
+        self.scratch: tuple = ()
         self._cuda = device.type == "cuda"
         if self._cuda:
             self._side = torch.cuda.Stream(device)
             self._fork = torch.cuda.Event()
             self._join = torch.cuda.Event()
 
-    def fork(self, scratch: tuple) -> None:
+    def fork(self, scratch: tuple = ()) -> None:
         """Mark the point that work on the side stream has to wait for: the layer's input is ready.
 
-        scratch: the tensors that this work will write, allocated here, before the base layer runs. The base layer's own
+        Whatever that work will write has to be allocated by now, before the base layer runs. The base layer's own
         temporaries go back to the allocator as soon as its kernels are queued; a tensor allocated after that may share
-        their memory, and the side stream would write into what the base GEMM has yet to read.
+        their memory, and the side stream would write into what the base GEMM has yet to read. scratch: such tensors,
+        for a caller that does its side work elsewhere and finds them in `self.scratch`.
         """
         if self._cuda:
             self._fork.record()

@@ -172,7 +172,7 @@ def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return wrapped(*args, **kwargs)
     finally:
-        lane.scratch = None
+        lane.scratch = ()
 
 
 def apply_lora(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -269,7 +269,7 @@ def self_check(projection: Projection) -> str:
         try:
             add_delta(candidate, launch, tables, lane, case.x, y)
         finally:
-            lane.scratch = None
+            lane.scratch = ()
         miss = selfcheck.compare(y, case)
         if miss:
             return f"self-check at {rows} rows, K {k}, N {n}, rank {rank}: {miss}"

@@ -1,22 +1,20 @@
 """Site `moe`: FusedMoEWithLoRA. sglang's expert GEMMs with the LoRA deltas around them, for layers served by its Triton runner.
 
     main stream                                           side stream, for batches that two streams are faster for
-    align (sglang)
-    gate_up GEMM (sglang)                                 moe_shrink: h = x A_gate_up
+    align, gate_up GEMM (sglang)                          moe_route, moe_shrink: h = x A_gate_up
     moe_activate: silu(g + dg) * (u + du)
     down GEMM (sglang)                                    moe_shrink: h = activated A_down
     moe_expand: y += w * (B_down h)
     sum over a token's experts (sglang)
 
-The base GEMM's alignment serves the LoRA kernels too, so nothing is routed a second time. Nothing is written into the
-layer's input: models read it on a second stream (shared experts) at the same time. A batch without adapters runs
-sglang's own sequence.
+Nothing is written into the layer's input: models read it on a second stream (shared experts) at the same time. A batch
+without adapters runs sglang's own sequence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,15 +23,15 @@ from lora_fastpath import moe_selfcheck, stock
 from lora_fastpath.gate import Path
 from lora_fastpath.kernels.moe_activate import moe_activate
 from lora_fastpath.kernels.moe_expand import moe_expand
-from lora_fastpath.kernels.moe_route import Route
+from lora_fastpath.kernels.moe_route import Route, moe_route, new_route
 from lora_fastpath.kernels.moe_shrink import moe_shrink
 from lora_fastpath.patches.dense import DTYPES, MAX_RANK
 from lora_fastpath.registry import Unfit, registry
 
 SITE_OF_LAYER = {"FusedMoEWithLoRA": "moe"}
 
-BLOCK_ROWS = (16, 32, 64, 128)
-"""Rows a block of sglang's Triton expert GEMMs; which of them a batch gets is its tuning files' choice."""
+BLOCK_ROWS = {4096: 16, 2**62: 64}
+"""Pairs up to -> rows a tile of the LoRA kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor
         experts.adapter_map.fall_back(f"experts got {tuple(x.shape)} where the batch has {batch.rows} rows", say=True)
         return wrapped(*args, **kwargs)
     try:
-        out = run(experts, stock.ExpertGemms(layer, dispatched), batch)
+        out = run(experts, layer, dispatched, batch)
     except Exception as error:  # noqa: BLE001 - the input is untouched, so stock can still serve the layer
         reason = f"{type(error).__name__}: {error}"
         experts.adapter_map.fall_back(reason)
@@ -95,55 +93,46 @@ def _dispatch(layer: Any, hidden_states: torch.Tensor, topk_output: Any, **_: An
     return layer.base_layer.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
 
 
-def run(experts: Experts, gemms: stock.ExpertGemms, batch: Any) -> torch.Tensor:
+def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tensor:
     """The layer's output [T, H] for a batch with adapters, before any reduction over ranks."""
-    x, pairs = gemms.x, gemms.pairs
-    width, rank = experts.gate_up_b.shape[2], experts.down_a.shape[2]
-    route = Route(
-        *gemms.alignment,
-        batch.row_slots,
-        batch.slot_ranks,
-        block_rows=gemms.block_rows,
-        top_k=gemms.top_k,
-        pairs=pairs,
-        experts=experts.count,
-    )
+    x, topk_ids = dispatched.hidden_states, dispatched.topk_output.topk_ids
+    pairs, width = topk_ids.numel(), experts.gate_up_b.shape[2]
+    block_rows = next(rows for most, rows in BLOCK_ROWS.items() if pairs <= most)
+    route = new_route(topk_ids, batch.row_slots, batch.slot_ranks, experts.count, block_rows)
+    h_gate_up = _parts(pairs, experts.gate_up_a)
+    h_down = _parts(pairs, experts.down_a)
     gate_up = x.new_empty((pairs, width))
     activated = x.new_empty((pairs, width // 2))
-    y = x.new_empty((x.shape[0], gemms.top_k, experts.down_b.shape[2]))
-    h_gate_up, h_down = x.new_empty((pairs, 2 * rank)), x.new_empty((pairs, rank))
+    y = x.new_empty((*topk_ids.shape, experts.down_b.shape[2]))
     lane = experts.adapter_map.lanes.current() if batch.path is Path.TWO_STREAMS else None
 
-    _beside(
-        lane,
-        h_gate_up,
-        lambda: gemms.gate_up(gate_up),
-        lambda: moe_shrink(x, experts.gate_up_a, route, h_gate_up, rows_share=gemms.top_k, slices=2),
-    )
+    def fork() -> None:
+        if lane is not None:
+            lane.fork()
+
+    def beside() -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if lane is None else lane.side()
+
+    fork()
+    gemms = stock.ExpertGemms(layer, dispatched)
+    gemms.gate_up(gate_up)
+    with beside():
+        moe_route(route)
+        moe_shrink(x, experts.gate_up_a, route, h_gate_up, slices=2)
     experts.activate(gate_up, h_gate_up, experts.gate_up_b, route, activated)
-    _beside(
-        lane,
-        h_down,
-        lambda: gemms.down(activated, y),
-        lambda: moe_shrink(activated, experts.down_a, route, h_down, rows_share=1, slices=1),
-    )
+    fork()
+    gemms.down(activated, y)
+    with beside():
+        moe_shrink(activated, experts.down_a, route, h_down, slices=1)
     moe_expand(h_down, experts.down_b, gemms.weights, route, y.view(pairs, -1), pdl=experts.pdl)
     return gemms.sum_over_experts(y)
 
 
-def _beside(lane: Any, scratch: torch.Tensor, base: Callable[[], None], lora: Callable[[], None]) -> None:
-    """Queue `base` on this stream and `lora`, which writes `scratch`, beside it (lane None: after it)."""
-    if lane is None:
-        base()
-        lora()
-        return
-    lane.fork((scratch,))
-    try:
-        base()
-        with lane.side():
-            lora()
-    finally:
-        lane.scratch = None
+def _parts(pairs: int, a: torch.Tensor) -> torch.Tensor:
+    """Room for what a shrink with `a` writes, [SPLIT_K, P, N]; K is split where the pairs alone are too few blocks."""
+    _, _, n, k = a.shape
+    split_k = max(1, min(8, 512 // pairs, k // 256))
+    return a.new_empty((split_k, pairs, n), dtype=torch.float32)
 
 
 def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
@@ -190,21 +179,23 @@ def self_check(experts: Experts) -> str:
         device=experts.down_a.device,
         shared_outer=experts.gate_up_a.shape[1] < experts.count,
     )
-    for block_rows in BLOCK_ROWS:
-        if miss := _check_kernels(experts, case, case.route(block_rows)):
-            return f"self-check at {block_rows} rows a block, H {hidden}, I {intermediate}, rank {rank}: {miss}"
+    for block_rows in BLOCK_ROWS.values():
+        if miss := _check_kernels(experts, case, block_rows):
+            return f"self-check at {block_rows} rows a tile, H {hidden}, I {intermediate}, rank {rank}: {miss}"
     return _check_activation(experts, case) if case.x.is_cuda else ""
 
 
-def _check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, route: Route) -> str:
-    h = case.x.new_full((route.pairs, case.gate_up_a.shape[2]), float("nan"))
-    moe_shrink(case.x, case.gate_up_a, route, h, rows_share=route.top_k, slices=2)
+def _check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, block_rows: int) -> str:
+    route = case.route(block_rows)
+    h = _parts(route.pairs, case.gate_up_a).fill_(float("nan"))
+    moe_shrink(case.x, case.gate_up_a, route, h, slices=2)
     activated = torch.full_like(case.activated, float("nan"))
     experts.activate(case.gate_up, h, case.gate_up_b, route, activated)
-    h_down = case.x.new_full((route.pairs, case.down_a.shape[2]), float("nan"))
-    moe_shrink(case.activated, case.down_a, route, h_down, rows_share=1, slices=1)
+    h_down = _parts(route.pairs, case.down_a).fill_(float("nan"))
+    moe_shrink(case.activated, case.down_a, route, h_down, slices=1)
     y = case.y.flatten(0, 1).clone()
     moe_expand(h_down, case.down_b, case.weights, route, y, pdl=experts.pdl)
+    h, h_down = (parts.sum(0).to(case.x.dtype) for parts in (h, h_down))
     return (
         moe_selfcheck.miss("gate_up shrink", h, case.expected_gate_up_h())
         or moe_selfcheck.miss("activation", activated, case.expected_activate(h))
@@ -217,9 +208,9 @@ def _check_activation(experts: Experts, case: moe_selfcheck.MoeCase) -> str:
     """Rows without an adapter must have the very bits of sglang's own activation."""
     wanted = torch.empty_like(case.activated)
     stock.activate(case.gate_up, wanted)
-    route = dataclasses.replace(case.route(BLOCK_ROWS[0]), row_slots=torch.full_like(case.row_slots, -1))
+    route = dataclasses.replace(case, row_slots=torch.full_like(case.row_slots, -1)).route(BLOCK_ROWS[4096])
     got = torch.empty_like(wanted)
-    h = case.x.new_empty((route.pairs, case.gate_up_a.shape[2]))
+    h = _parts(route.pairs, case.gate_up_a)
     experts.activate(case.gate_up, h, case.gate_up_b, route, got)
     return "" if torch.equal(got, wanted) else "rows without an adapter differ from sglang's activation"
 

@@ -30,7 +30,7 @@ for launch in dense.LAUNCHES:
             if two_streams:
                 lane.fork(dense.scratch_for(projection, launch, rows))
             dense.add_delta(projection, launch, tables, lane, case.x, y)
-            lane.scratch = None
+            lane.scratch = ()
             torch.cuda.synchronize()
             miss = selfcheck.compare(y, case)
             print(f"up to {launch.rows} rows, K {k}, ends {ends}, two streams {two_streams}: {miss or 'ok'}")
@@ -42,8 +42,8 @@ for hidden, intermediate, ranks in ((256, 128, (8, 3, 0)), (200, 96, (128, 1, 16
     )
     buffers = (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b)
     experts = moe.Experts("moe", None, *buffers, None, fast_math=True, pdl=True)
-    for block_rows in moe.BLOCK_ROWS:
-        miss = moe._check_kernels(experts, case, case.route(block_rows))
+    for block_rows in moe.BLOCK_ROWS.values():
+        miss = moe._check_kernels(experts, case, block_rows)
         torch.cuda.synchronize()
-        print(f"experts, H {hidden}, I {intermediate}, {block_rows} rows a block: {miss or 'ok'}")
+        print(f"experts, H {hidden}, I {intermediate}, {block_rows} rows a tile: {miss or 'ok'}")
         assert not miss

@@ -10,10 +10,9 @@ import torch
 
 from lora_fastpath.kernels.moe_activate import moe_activate
 from lora_fastpath.kernels.moe_expand import moe_expand
-from lora_fastpath.kernels.moe_finalize import moe_finalize
 from lora_fastpath.kernels.moe_route import Route
 from lora_fastpath.kernels.moe_shrink import moe_shrink
-from lora_fastpath.moe_selfcheck import MoeCase, align, make_case
+from lora_fastpath.moe_selfcheck import MoeCase, make_case
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set")
 
@@ -32,7 +31,7 @@ CASES = {
     "rank-8": {"ranks": (8, 3), "max_rank": 8},
     "rank-128": {"ranks": (128, 20), "max_rank": 128},
     "no-power-of-two": {"ranks": (24, 9), "max_rank": 24, "hidden": 72, "intermediate": 40, "top_k": 3},
-    "float32": SEVERAL | {"dtype": torch.float32},
+    "float32": SEVERAL | {"dtype": torch.float32, "top_k": 3},
 }
 
 
@@ -43,35 +42,35 @@ def random_case(name: str) -> MoeCase:
     return make_case(**options | CASES[name])
 
 
-def shrink_gate_up(case: MoeCase, route: Route, **options) -> torch.Tensor:
-    h = torch.full((route.pairs, case.gate_up_a.shape[2]), NAN, dtype=case.x.dtype)
-    moe_shrink(case.x, case.gate_up_a, route, h, rows_share=route.top_k, slices=2, **options)
-    return h
+def shrink_gate_up(case: MoeCase, route: Route, split_k: int = 1, **options) -> torch.Tensor:
+    h = torch.full((split_k, route.pairs, case.gate_up_a.shape[2]), NAN)
+    moe_shrink(case.x, case.gate_up_a, route, h, slices=2, **options)
+    return h.sum(0)
 
 
-def shrink_down(case: MoeCase, route: Route, **options) -> torch.Tensor:
-    h = torch.full((route.pairs, case.down_a.shape[2]), NAN, dtype=case.x.dtype)
-    moe_shrink(case.activated, case.down_a, route, h, rows_share=1, slices=1, **options)
-    return h
+def shrink_down(case: MoeCase, route: Route, split_k: int = 1, **options) -> torch.Tensor:
+    h = torch.full((split_k, route.pairs, case.down_a.shape[2]), NAN)
+    moe_shrink(case.activated, case.down_a, route, h, slices=1, **options)
+    return h.sum(0)
+
+
+def parts(h: torch.Tensor) -> torch.Tensor:
+    """h as a shrink leaves it, in two parts."""
+    return torch.stack([h.float() * 0.75, h.float() * 0.25])
 
 
 def activate(case: MoeCase, route: Route, **options) -> torch.Tensor:
     out = torch.full_like(case.activated, NAN)
-    moe_activate(case.gate_up, case.expected_gate_up_h().to(out.dtype), case.gate_up_b, route, out, **options)
+    h = parts(case.expected_gate_up_h().to(out.dtype))
+    moe_activate(case.gate_up, h, case.gate_up_b, route, out, **options)
     return out
 
 
 def expand(case: MoeCase, route: Route, **options) -> torch.Tensor:
     y = case.y.flatten(0, 1).clone()
-    moe_expand(case.expected_down_h().to(y.dtype), case.down_b, case.weights.flatten(), route, y, **options)
+    h = parts(case.expected_down_h().to(y.dtype))
+    moe_expand(h, case.down_b, case.weights.flatten(), route, y, **options)
     return y
-
-
-def finalize(case: MoeCase, route: Route, scaling: float = 1.0, **options) -> torch.Tensor:
-    out = torch.full_like(case.x, NAN)
-    h = case.expected_down_h().to(out.dtype)
-    moe_finalize(case.y, h, case.down_b, case.weights, case.topk_ids, route, out, scaling=scaling, **options)
-    return out
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> None:
@@ -118,20 +117,14 @@ def test_expand_is_float64(case, block_rows):
     assert_close(expand(case, case.route(block_rows)), case.expected_expand(h), dtype=case.x.dtype)
 
 
-@pytest.mark.parametrize("scaling", [1.0, 2.5])
-def test_finalize_is_float64(case, scaling):
-    h = case.expected_down_h().to(case.x.dtype)
-    got = finalize(case, case.route(16), scaling)
-    assert_close(got, case.expected_finalize(h, scaling), dtype=case.x.dtype)
-
-
+@pytest.mark.parametrize("split_k", [1, 2, 3])
 @pytest.mark.parametrize("block_k", [32, 64, 128])
-def test_shrink_in_more_and_longer_steps_than_k(block_k):
+def test_shrink_in_more_and_longer_steps_than_k(block_k, split_k):
     case = random_case("several-ranks")  # K is 96 and 48
     route = case.route(16)
-    got = shrink_gate_up(case, route, block_n=16, block_k=block_k)
+    got = shrink_gate_up(case, route, split_k, block_n=16, block_k=block_k)
     assert_close(got, case.expected_gate_up_h(), dtype=torch.float16)
-    assert_close(shrink_down(case, route, block_k=block_k), case.expected_down_h(), dtype=torch.float16)
+    assert_close(shrink_down(case, route, split_k, block_k=block_k), case.expected_down_h(), dtype=torch.float16)
 
 
 @pytest.mark.parametrize("block_n", [16, 32])
@@ -142,7 +135,6 @@ def test_columns_in_several_blocks(block_n):
     assert_close(activate(case, route, block_n=block_n), case.expected_activate(h), dtype=dtype)
     h = case.expected_down_h().to(dtype)
     assert_close(expand(case, route, block_n=block_n), case.expected_expand(h), dtype=dtype)
-    assert_close(finalize(case, route, 0.5, block_n=block_n), case.expected_finalize(h, 0.5), dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["several-ranks", "elsewhere", "shared-outer-fused-shared"])
@@ -159,35 +151,14 @@ def test_rows_without_delta_have_the_bits_of_a_batch_without_adapters(name, bloc
     assert torch.equal(base.view(torch.int16), case.y.flatten(0, 1).view(torch.int16))
 
 
-def test_finalize_without_adapter_has_the_bits_of_the_sum_in_order():
+def test_pairs_without_delta_and_of_other_ranks_are_left_unwritten():
     case = random_case("elsewhere")
-    case.y *= 1 + torch.arange(case.y.shape[1])[:, None] * 300  # so that another order rounds otherwise
-    none = without_delta(case).view(case.topk_ids.shape).all(1)
-    assert none.any() and not none.all()
-    total = torch.zeros(case.x.shape)
-    for k in range(case.y.shape[1]):
-        total += case.y[:, k].float()
-    got = finalize(case, case.route(16), 1.7)
-    assert torch.equal(got[none], (total * 1.7).half()[none])
-
-
-def test_blocks_of_other_ranks_and_unused_blocks_write_nothing(block_rows):
-    case = random_case("elsewhere")
-    route = case.route(block_rows)
-    away = case.topk_ids.flatten() < 0
-    assert -1 in route.block_experts.tolist() and int(route.padded) // block_rows < route.blocks
-    assert activate(case, route)[away].isnan().all()
-    assert shrink_gate_up(case, route)[away].isnan().all()
-    route = dataclasses.replace(route, padded=torch.zeros_like(route.padded))
-    for kernel in (shrink_gate_up, shrink_down, activate):
-        assert kernel(case, route).isnan().all()
-    assert torch.equal(expand(case, route), case.y.flatten(0, 1))
-
-
-def test_the_last_rows_of_an_unaligned_table_are_no_block():
-    case = random_case("several-ranks")
     route = case.route(16)
-    assert len(route.sorted_pairs) % 16 and route.blocks == len(route.block_experts) - 1
+    away, none = case.topk_ids.flatten() < 0, without_delta(case)
+    assert away.any() and (none & ~away).any()
+    assert shrink_gate_up(case, route)[none].isnan().all() and shrink_down(case, route)[none].isnan().all()
+    got = activate(case, route)
+    assert got[away].isnan().all() and not got[~away].isnan().any()
 
 
 def test_one_adapters_infinities_stay_in_its_rows():
@@ -208,39 +179,75 @@ def test_strided_rows():
     case = random_case("several-ranks")
     route, dtype = case.route(16), case.x.dtype
     h = case.expected_gate_up_h().to(dtype)
+    h = parts(h)
     wide = {name: torch.cat([getattr(case, name)] * 2, 1) for name in ("x", "gate_up", "activated")}
     case = dataclasses.replace(case, **{k: v[:, : v.shape[1] // 2] for k, v in wide.items()})
     assert_close(shrink_gate_up(case, route), case.expected_gate_up_h(), dtype=dtype)
     assert_close(shrink_down(case, route), case.expected_down_h(), dtype=dtype)
     out = torch.full((route.pairs, 100), NAN, dtype=dtype)
-    moe_activate(case.gate_up, torch.cat([h, h], 1)[:, : h.shape[1]], case.gate_up_b, route, out[:, 2:50])
-    assert_close(out[:, 2:50], case.expected_activate(h), dtype=dtype)
+    moe_activate(case.gate_up, h, case.gate_up_b, route, out[:, 2:50])
+    assert_close(out[:, 2:50], case.expected_activate(case.expected_gate_up_h().to(dtype)), dtype=dtype)
     assert out[:, :2].isnan().all() and out[:, 50:].isnan().all()
 
 
-def test_the_four_kernels_in_a_row():
+def test_the_kernels_in_a_row():
     case = random_case("several-ranks")
     route = case.route(16)
-    h = shrink_gate_up(case, route)
+    h = shrink_gate_up(case, route)[None]
     moe_activate(case.gate_up, h, case.gate_up_b, route, case.activated)
     expected = case.expected_activate(case.expected_gate_up_h().half())
     torch.testing.assert_close(case.activated.double(), expected, rtol=4e-3, atol=1e-2)
-    down = shrink_down(case, route)
-    out = torch.empty_like(case.x)
-    moe_finalize(case.y, down, case.down_b, case.weights, case.topk_ids, route, out, scaling=2.0)
-    expected = case.expected_finalize(case.expected_down_h(), 2.0)
-    torch.testing.assert_close(out.double(), expected, rtol=4e-3, atol=1e-2)
+    y = case.y.flatten(0, 1).clone()
+    moe_expand(shrink_down(case, route)[None], case.down_b, case.weights, route, y)
+    expected = case.expected_expand(case.expected_down_h())
+    torch.testing.assert_close(y.double(), expected, rtol=4e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("tokens,top_k,experts,block_rows", [(1, 2, 8, 16), (24, 2, 3, 16), (40, 4, 9, 64)])
-def test_alignment_has_each_pair_once_in_a_block_of_its_expert(tokens, top_k, experts, block_rows):
-    topk_ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
-    sorted_pairs, block_experts, padded = (table.tolist() for table in align(topk_ids, block_rows, experts))
-    used, seen = padded[0] // block_rows, []
-    assert used * block_rows == padded[0] <= len(sorted_pairs) and used <= len(block_experts)
-    for block in range(used):
-        rows = sorted_pairs[block * block_rows : (block + 1) * block_rows]
-        pairs = [pair for pair in rows if pair < tokens * top_k]
-        assert pairs and set(topk_ids.flatten()[pairs].tolist()) == {block_experts[block]}
-        seen += pairs
-    assert sorted(seen) == list(range(tokens * top_k))
+def groups_of(route: Route) -> list[tuple[int, int, int, list[int]]]:
+    """(slot, expert, rank, pairs) of each tile in use."""
+    used = int(route.tiles[0, 3])
+    return [(*line[:3], [p for p in line[4:] if p != -1]) for line in route.tiles[:used].tolist()]
+
+
+@pytest.mark.parametrize("block_rows", [16, 64])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tokens", [None, 90])
+def test_route_has_each_pair_with_a_delta_once_among_its_own(name, block_rows, tokens):
+    options = dict(top_k=2, experts=3, max_rank=16, hidden=16, intermediate=16, dtype=torch.float16, device="cpu")
+    case = make_case(**options | {"tokens": 24} | CASES[name] | ({"tokens": tokens} if tokens else {}))
+    route = case.route(block_rows)
+    expected = {pair: (slot, expert, rank) for pair, slot, expert, rank in case.with_delta()}
+    found = {}
+    for slot, expert, rank, pairs in groups_of(route):
+        assert 1 <= len(pairs) <= block_rows
+        assert not found.keys() & pairs, "a pair is in two tiles"
+        found |= {pair: (slot, expert, rank) for pair in pairs}
+    assert found == expected
+    full = [len(pairs) for _, _, _, pairs in groups_of(route)]
+    groups = {(slot, expert) for slot, expert, _, _ in groups_of(route)}
+    assert sum(size < block_rows for size in full) <= len(groups), "more partial tiles than groups"
+
+
+def test_route_takes_more_pairs_than_a_chunk_and_a_second_batch():
+    case = random_case("one-adapter")
+    for tokens, seed in ((1500, 0), (3, 1)):  # 3,000 pairs
+        case.topk_ids = torch.randint(-1, 4, (tokens, 2), generator=torch.Generator().manual_seed(seed)).int()
+        case.row_slots = torch.where(torch.arange(tokens) % 5 == 0, -1, 0).int()
+        route = case.route(16)
+        found = sorted(pair for *_, pairs in groups_of(route) for pair in pairs)
+        assert found == [pair for pair, *_ in case.with_delta()]
+
+
+def test_route_of_a_batch_without_adapters_has_no_tile():
+    case = without_adapters(random_case("several-ranks"))
+    assert groups_of(case.route(16)) == []
+
+
+def test_one_table_holds_the_worst_mix():
+    """Every pair in a group of its own."""
+    case = random_case("one-adapter")
+    case.experts, case.slot_ranks = 8, torch.ones(4, dtype=torch.int32)
+    case.topk_ids = torch.arange(16, dtype=torch.int32).view(8, 2) % 8
+    case.row_slots = torch.arange(8, dtype=torch.int32) // 2
+    route = case.route(16)
+    assert int(route.tiles[0, 3]) == len(route.tiles) == 16
