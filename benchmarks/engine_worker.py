@@ -9,6 +9,7 @@ Nothing here imports lora_fastpath: whether the overlay is active in this proces
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -44,6 +45,8 @@ def serve_scheduler(*args, **kwargs):
         answer.internal_state["lora_fastpath_sites"] = site_states()
         return answer
 
+    # A full collection in a process that holds a model takes as long as a hundred decode steps, and lands in one sample.
+    gc.disable()
     LoRAAdapter.initialize_weights = load_real_adapter
     Scheduler.get_internal_state = with_site_states
     return run_scheduler_process(*args, **kwargs)
@@ -68,6 +71,8 @@ class Worker:
             run_scheduler_process_func = staticmethod(serve_scheduler)
 
         self.engine = MeasuredEngine(**settings["engine"])
+        gc.freeze()
+        gc.disable()  # `timed` collects before each measurement
         self.adapters = sorted(settings["engine"].get("lora_paths") or {})
         self.vocabulary = settings["vocabulary"]
 
@@ -80,6 +85,7 @@ class Worker:
         """Seconds to generate `new_tokens` for every prompt, adapter i % adapters on prompt i; and the tokens."""
         lora = [self.adapters[i % adapters] for i in range(len(prompts))] if self.adapters else None
         sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        gc.collect()
         start = time.perf_counter()
         answers = self.engine.generate(input_ids=prompts, sampling_params=sampling, lora_path=lora)
         seconds = time.perf_counter() - start

@@ -18,11 +18,13 @@ the GPU has it: header and B are on their way before the base GEMM has ended, on
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from lora_fastpath.kernels.launch import launch
+from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
 from lora_fastpath.kernels.tiles import HEADER as _HEADER
 
 HEADER = tl.constexpr(_HEADER)
@@ -145,6 +147,13 @@ def _expand_kernel(
         )  # fmt: skip
 
 
+@functools.cache
+def _columns(ends: tuple[int, ...], block_n: int) -> tuple[int, tuple[int, ...]]:
+    """Blocks along the slices, and their ends made up to MAX_SLICES."""
+    blocks = sum(cdiv(end - start, block_n) for start, end in zip((0, *ends), ends))
+    return blocks, (*ends, *(ends[-1],) * (MAX_SLICES - len(ends)))
+
+
 def expand(
     h: torch.Tensor,
     b: torch.Tensor,
@@ -157,18 +166,16 @@ def expand(
     pdl: bool = False,
 ) -> None:
     """Launch one expand (shapes above), in place on `y`."""
-    starts = (0, *ends[:-1])
-    blocks = sum(triton.cdiv(end - start, block_n) for start, end in zip(starts, ends))
-    padded = (*ends, *(ends[-1],) * (MAX_SLICES - len(ends)))
+    blocks, padded = _columns(ends, block_n)
     rank = b.shape[2]
     strides = (y.stride(0), b.stride(0), b.stride(1))
     constants = (
-        rank, len(ends), *padded, tiles.shape[1] - _HEADER, block_n, max(16, triton.next_power_of_2(rank)), pdl,
+        rank, len(ends), *padded, tiles.shape[1] - _HEADER, block_n, max(16, power_of_2(rank)), pdl,
     )  # fmt: skip
     launch(
         _expand_kernel,
         (y.dtype, strides, num_warps),
-        (blocks, len(tiles)),
+        (blocks, tiles.shape[0]),
         (h, b, y, tiles),
         strides,
         constants,

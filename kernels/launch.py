@@ -13,6 +13,16 @@ from typing import Any
 _compiled: dict[tuple, Any] = {}
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own takes 3 us on the host, as it serves kernels too."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def launch(
     kernel: Any, key: Hashable, grid: tuple[int, ...], tensors: tuple, values: tuple, constants: tuple, options: dict
 ) -> None:

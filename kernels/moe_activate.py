@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_fastpath.kernels.launch import launch
+from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
 from lora_fastpath.kernels.moe_route import Route, expert_stride, load_b, load_h, load_tile, slot_of
 
 TILE_PROGRAMS = 256
@@ -152,17 +152,17 @@ def moe_activate(
     makes of x / (1 + expf(-x)) * y under --use_fast_math, so the bits of a base activation that is compiled that way.
     """
     r, intermediate = b.shape[3], b.shape[2] // 2
-    block_r = max(16, triton.next_power_of_2(r))
+    block_r = max(16, power_of_2(r))
     # Gate, up and their B are held in registers at once: this many columns fit without spilling.
     block_n = block_n or max(16, min(128, 4096 // max(block_r, route.block_rows)))
-    tile_programs = min(len(route.tiles), TILE_PROGRAMS)
+    tile_programs = min(route.tiles.shape[0], TILE_PROGRAMS)
     strides = (gate_up.stride(0), b.stride(0), expert_stride(b), out.stride(0))
     launch(
         _moe_activate_kernel,
         (gate_up.dtype, route.experts, strides, num_warps),
-        (triton.cdiv(intermediate, block_n), tile_programs + triton.cdiv(route.pairs, route.block_rows)),
+        (cdiv(intermediate, block_n), tile_programs + cdiv(route.pairs, route.block_rows)),
         (gate_up, h, b, out, route.topk_ids, route.row_slots, route.slot_ranks, route.tiles),
         (route.pairs, tile_programs, route.experts, *strides),
-        (intermediate, r, route.top_k, len(h), route.block_rows, block_n, block_r, fast_math, pdl),
+        (intermediate, r, route.top_k, h.shape[0], route.block_rows, block_n, block_r, fast_math, pdl),
         {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_fastpath.kernels.launch import launch
+from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
 from lora_fastpath.kernels.moe_activate import TILE_PROGRAMS
 from lora_fastpath.kernels.moe_route import Route, expert_stride, load_b, load_h, load_tile
 
@@ -79,16 +79,16 @@ def moe_expand(
 ) -> None:
     """Launch one expand (shapes above), in place on `y`."""
     hidden, r = b.shape[2], b.shape[3]
-    block_r = max(16, triton.next_power_of_2(r))
+    block_r = max(16, power_of_2(r))
     # B, y and the product are held in registers at once: this many columns fit without spilling.
     block_n = block_n or max(16, min(128, 8192 // max(block_r, route.block_rows)))
     strides = (b.stride(0), expert_stride(b), y.stride(0))
     launch(
         _moe_expand_kernel,
         (y.dtype, strides, num_warps),
-        (triton.cdiv(hidden, block_n), min(len(route.tiles), TILE_PROGRAMS)),
+        (cdiv(hidden, block_n), min(route.tiles.shape[0], TILE_PROGRAMS)),
         (h, b, weights, y, route.tiles),
         (route.pairs, *strides),
-        (hidden, r, len(h), route.block_rows, block_n, block_r, pdl),
+        (hidden, r, h.shape[0], route.block_rows, block_n, block_r, pdl),
         {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_fastpath.kernels.launch import launch
+from lora_fastpath.kernels.launch import launch, power_of_2
 
 _HEADER = 4
 HEADER = tl.constexpr(_HEADER)
@@ -60,7 +60,7 @@ def new_route(
     pairs, groups = topk_ids.numel(), len(slot_ranks) * experts
     lines = max(1, min(pairs, pairs // block_rows + min(pairs, groups)))
     tiles = topk_ids.new_empty((lines, _HEADER + block_rows))
-    counts = topk_ids.new_empty((2, triton.next_power_of_2(groups)))
+    counts = topk_ids.new_empty((2, power_of_2(groups)))
     return Route(topk_ids, row_slots, slot_ranks, experts, tiles, counts)
 
 
@@ -132,7 +132,7 @@ def _moe_route_kernel(
 def moe_route(route: Route) -> None:
     """Fill route.tiles."""
     bins = route.counts.shape[1]
-    chunk = max(16, min(2048, triton.next_power_of_2(route.pairs)))
+    chunk = max(16, min(2048, power_of_2(route.pairs)))
     launch(
         _moe_route_kernel,
         route.experts,

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_fastpath.kernels.launch import launch
+from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
 from lora_fastpath.kernels.moe_route import Route, expert_stride, load_tile
 
 
@@ -80,15 +80,15 @@ def moe_shrink(
 ) -> None:
     """Launch one shrink (shapes above); `slices` is 2 for gate and up, 1 for down."""
     n, k = a.shape[2], a.shape[3]
-    block_n = block_n or max(16, min(32, triton.next_power_of_2(n)))
+    block_n = block_n or max(16, min(32, power_of_2(n)))
     block_k = block_k or (256 if route.block_rows <= 32 else 64)
     strides = (x.stride(0), a.stride(0), expert_stride(a))
     launch(
         _moe_shrink_kernel,
         (x.dtype, strides, num_warps, num_stages),
-        (len(route.tiles), triton.cdiv(n, block_n), len(h)),
+        (route.tiles.shape[0], cdiv(n, block_n), h.shape[0]),
         (x, a, h, route.tiles),
         (route.pairs, *strides),
-        (k, n, n // slices, route.pairs // len(x), len(h), route.block_rows, block_n, block_k),
+        (k, n, n // slices, route.pairs // x.shape[0], h.shape[0], route.block_rows, block_n, block_k),
         {"num_warps": num_warps, "num_stages": num_stages},
     )

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_fastpath.kernels.launch import launch
+from lora_fastpath.kernels.launch import cdiv, launch
 from lora_fastpath.kernels.tiles import HEADER as _HEADER
 
 HEADER = tl.constexpr(_HEADER)
@@ -128,13 +128,13 @@ def shrink(
 ) -> None:
     """Launch one shrink (shapes above); `parts` gives SPLIT_K (None: 1), `tiles` the rows a tile."""
     tokens, n = h.shape
-    split_k = 1 if parts is None else len(parts)
+    split_k = 1 if parts is None else parts.shape[0]
     strides = (x.stride(0), a.stride(0), a.stride(1))
     constants = (x.shape[1], n, slices, split_k, tiles.shape[1] - _HEADER, block_n, block_k)
     launch(
         _shrink_kernel,
         (x.dtype, strides, num_warps, num_stages),
-        (len(tiles), triton.cdiv(n, block_n), split_k),
+        (tiles.shape[0], cdiv(n, block_n), split_k),
         (x, a, h, parts, arrivals, tiles),
         (tokens, *strides),
         constants,

@@ -130,7 +130,7 @@ def add_delta(
 
     x: [T, K], y: [T, >= N], dtype of the adapters. Raises what a launch raises, y being written by the last one alone.
     """
-    h, parts = lane.scratch or scratch_for(projection, launch, len(x))
+    h, parts = lane.scratch or scratch_for(projection, launch, x.shape[0])
 
     def run_shrink() -> None:
         shrink(

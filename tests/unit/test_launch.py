@@ -59,3 +59,8 @@ def test_the_interpreter_compiles_nothing():
     for _ in range(2):
         launching.launch(kernel, (), (1,), (torch.zeros(4),), (), (), {})
     assert len(kernel.calls) == 2
+
+
+def test_integer_helpers():
+    assert [launching.cdiv(a, 16) for a in (1, 15, 16, 17, 33)] == [1, 1, 1, 2, 3]
+    assert [launching.power_of_2(n) for n in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
