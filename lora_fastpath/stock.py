@@ -198,23 +198,18 @@ class ExpertGemms:
         from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
         self._sglang, self._config, self._quant = fused_moe, layer._lora_runner.config, layer._quant_info
-        self._x, self._topk = dispatched.hidden_states, dispatched.topk_output
-        self.weights = self._topk.topk_weights
-        """float32 [T, top_k]"""
-        quant = {
-            name: getattr(self._quant, name)
-            for name in (
-                "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "block_shape",
-            )
-        }  # fmt: skip
-        self._gate_up_config, self._down_config, _, *self._alignment = fused_moe._prepare_fused_moe_run(
-            self._x, self._quant.w13_weight, self._quant.w2_weight, self._topk.topk_ids, **quant
+        topk = dispatched.topk_output
+        self._x, self._top_k = dispatched.hidden_states, topk.topk_ids.shape[1]
+        fields = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "block_shape")
+        quant = {name: getattr(self._quant, name) for name in fields}
+        self._gate_up_config, self._down_config, _, *alignment = fused_moe._prepare_fused_moe_run(
+            self._x, self._quant.w13_weight, self._quant.w2_weight, topk.topk_ids, **quant
         )
-        filter_expert = self._config.num_experts is None or self._config.num_experts != self._config.num_local_experts
-        bfloat = self._x.dtype == torch.bfloat16
+        self._routing = (topk.topk_weights, topk.topk_ids, *alignment)
+        config = self._config
         self._shared = quant | {
-            "compute_type": fused_moe.tl.bfloat16 if bfloat else fused_moe.tl.float16,
-            "filter_expert": filter_expert,
+            "compute_type": fused_moe.tl.bfloat16 if self._x.dtype == torch.bfloat16 else fused_moe.tl.float16,
+            "filter_expert": config.num_experts is None or config.num_experts != config.num_local_experts,
         }
 
     def gate_up(self, out: torch.Tensor) -> None:
@@ -222,7 +217,7 @@ class ExpertGemms:
         quant = self._quant
         self._sglang.invoke_fused_moe_kernel(
             self._x, quant.w13_weight, quant.b13, out, quant.a13_scale, quant.w13_scale, quant.w13_zp,
-            self.weights, self._topk.topk_ids, *self._alignment, False, self._topk.topk_ids.shape[1], self._gate_up_config, **self._shared,
+            *self._routing, False, self._top_k, self._gate_up_config, **self._shared,
         )  # fmt: skip
 
     def down(self, activated: torch.Tensor, out: torch.Tensor) -> None:
@@ -230,8 +225,8 @@ class ExpertGemms:
         quant = self._quant
         self._sglang.invoke_fused_moe_kernel(
             activated, quant.w2_weight, quant.b2, out, quant.a2_scale, quant.w2_scale, quant.w2_zp,
-            self.weights, self._topk.topk_ids, *self._alignment, True, 1, self._down_config or self._gate_up_config,
-            router_topk=self._topk.topk_ids.shape[1], **self._shared,
+            *self._routing, True, 1, self._down_config or self._gate_up_config,
+            router_topk=self._top_k, **self._shared,
         )  # fmt: skip
 
     def sum_over_experts(self, y: torch.Tensor) -> torch.Tensor:

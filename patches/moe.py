@@ -96,6 +96,14 @@ def _dispatch(layer: Any, hidden_states: torch.Tensor, topk_output: Any, **_: An
 def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tensor:
     """The layer's output [T, H] for a batch with adapters, before any reduction over ranks."""
     x, topk_ids = dispatched.hidden_states, dispatched.topk_output.topk_ids
+    weights = dispatched.topk_output.topk_weights
+    for name, tensor, dtype in (
+        ("input", x, experts.down_a.dtype),
+        ("expert ids", topk_ids, torch.int32),
+        ("routing weights", weights, torch.float32),
+    ):
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(f"{name}: {tensor.dtype} of strides {tensor.stride()}, expected contiguous {dtype}")
     pairs, width = topk_ids.numel(), experts.gate_up_b.shape[2]
     block_rows = next(rows for most, rows in BLOCK_ROWS.items() if pairs <= most)
     route = new_route(topk_ids, batch.row_slots, batch.slot_ranks, experts.count, block_rows)
@@ -124,7 +132,7 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
     gemms.down(activated, y)
     with beside():
         moe_shrink(activated, experts.down_a, route, h_down, slices=1)
-    moe_expand(h_down, experts.down_b, gemms.weights, route, y.view(pairs, -1), pdl=experts.pdl)
+    moe_expand(h_down, experts.down_b, weights, route, y.view(pairs, -1), pdl=experts.pdl)
     return gemms.sum_over_experts(y)
 
 
