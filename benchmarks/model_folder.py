@@ -63,6 +63,44 @@ QWEN3_8B = {
     "num_hidden_layers": 36,
     "num_key_value_heads": 8,
 }
+# The expert sizes of Qwen3.5-35B-A3B (256 experts, 512 wide, a shared one) in Qwen2-MoE's layer: full attention in every
+# layer, where Qwen3.5 has linear attention in three of four and a vision tower, which have nothing to do with adapters
+# on experts. 8 of 256 experts a token are more distinct ones a batch than 8 of 128.
+QWEN2_MOE_256 = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 512,  # sglang sizes the shared expert's adapter buffers by this
+    "max_position_embeddings": 40960,
+    "max_window_layers": 40,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 TINY_MOE = {
     **QWEN3_MOE,
     "head_dim": 32,
@@ -84,6 +122,7 @@ SHAPES = {
     "qwen3-30b-a3b-fp8": {**QWEN3_MOE, "quantization_config": FP8_BLOCKS},
     "qwen3-30b-a3b-bf16": QWEN3_MOE,
     "qwen3-8b-bf16": QWEN3_8B,
+    "qwen2-moe-256x512-fp8": {**QWEN2_MOE_256, "quantization_config": FP8_BLOCKS},
     "tiny-moe": TINY_MOE,  # small enough for a CPU
 }
 TARGETS = ("attention", "all-linear", "experts", "all")
@@ -111,6 +150,8 @@ def linears(config: dict, targets: str) -> list[tuple[str, int, int]]:
     experts: list[tuple[str, int, int]] = []
     if is_moe(config):
         wide = config["moe_intermediate_size"]
+        if shared := config.get("shared_expert_intermediate_size"):
+            mlp = _gated("mlp.shared_expert", hidden, shared)
         for e in range(config["num_experts"]):
             experts += _gated(f"mlp.experts.{e}", hidden, wide)
     else:
@@ -146,7 +187,11 @@ def write_model(folder: Path, shape: str, layers: int | None) -> dict:
 
 
 def write_adapters(root: Path, config: dict, targets: str, rank: int, count: int) -> dict[str, str]:
-    """Write ROOT/adapter0.. (bfloat16, lora_alpha = 2 * rank); returns name -> folder. Reuses what an equal call wrote."""
+    """Write ROOT/adapter0.. (bfloat16, lora_alpha = 2 * rank); returns name -> folder. Reuses what an equal call wrote.
+
+    The adapters' weights are hard links to one file: an engine reads each into its own memory and slot all the same, and
+    eight adapters on 256 experts of 16 layers are then 1 GB to write and to keep in the page cache, not 8.
+    """
     modules = linears(config, targets)
     layers = config["num_hidden_layers"]
     wanted = json.dumps([config, targets, rank, count], sort_keys=True)
@@ -163,21 +208,26 @@ def write_adapters(root: Path, config: dict, targets: str, rank: int, count: int
     biggest = rank * max(max(out, into) for _, out, into in modules)
     pool = (torch.randn(max(1 << 22, 2 * biggest), generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
 
-    for k, folder in enumerate(map(Path, folders.values())):
-        folder.mkdir(parents=True, exist_ok=True)
-        starts = torch.Generator().manual_seed(k + 1)
+    starts = torch.Generator().manual_seed(1)
 
-        def window(rows: int, columns: int, starts: torch.Generator = starts) -> torch.Tensor:
-            start = int(torch.randint(pool.numel() - rows * columns + 1, (1,), generator=starts))
-            return pool[start : start + rows * columns].view(rows, columns).clone()
+    def window(rows: int, columns: int) -> torch.Tensor:
+        start = int(torch.randint(pool.numel() - rows * columns + 1, (1,), generator=starts))
+        return pool[start : start + rows * columns].view(rows, columns).clone()
 
-        tensors = {}
-        for layer in range(layers):
-            for name, out, into in modules:
-                key = f"base_model.model.model.layers.{layer}.{name}"
-                tensors[f"{key}.lora_A.weight"] = window(rank, into)
-                tensors[f"{key}.lora_B.weight"] = window(out, rank)
-        save_file(tensors, folder / "adapter_model.safetensors")
+    tensors = {}
+    for layer in range(layers):
+        for name, out, into in modules:
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = window(rank, into)
+            tensors[f"{key}.lora_B.weight"] = window(out, rank)
+    root.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)  # a call cut short from here on leaves nothing to reuse
+    save_file(tensors, root / "adapter_model.safetensors")
+    for folder in map(Path, folders.values()):
+        folder.mkdir(exist_ok=True)
+        link = folder / "adapter_model.safetensors"
+        link.unlink(missing_ok=True)
+        link.hardlink_to(root / "adapter_model.safetensors")
         peft = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",

@@ -58,14 +58,17 @@ def subject(cell: dict) -> str:
 
 def cell_table(cells: list[dict], phase: str) -> list[str]:
     size, key = ("batch", "batch") if phase == "decode" else ("prompt tokens", "tokens")
+    virtual = any("ms_stock_virtual" in cell for cell in cells)
+    more = " stock, virtual experts |" if virtual else ""
     lines = [
-        f"| adapters | {size} | no LoRA | stock (backend) | overlay | stock keeps | overlay keeps | spread |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| adapters | {size} | no LoRA | stock (backend) |{more} overlay | stock keeps | overlay keeps | spread |",
+        "|---|---|---|---|" + "---|" * (4 + virtual),
     ]
     for cell in sorted(cells, key=lambda c: (c["adapters"], c[key])):
         stock = f"{milliseconds(cell['ms_stock'])} ({cell.get('stock_backend') or '-'})"
+        more = f" {milliseconds(cell.get('ms_stock_virtual'))} |" if virtual else ""
         lines.append(
-            f"| {cell['adapters']} | {cell[key]} | {milliseconds(cell['ms_base'])} | {stock} | {milliseconds(cell['ms_fast'])} | "
+            f"| {cell['adapters']} | {cell[key]} | {milliseconds(cell['ms_base'])} | {stock} |{more} {milliseconds(cell['ms_fast'])} | "
             f"{share(cell['kept_stock'])} | {share(cell['kept_fast'])} | {share(cell['spread'])} |"
         )
     return lines

@@ -25,14 +25,21 @@ SERVED = [
     for backend in BACKENDS
     if (model, backend) != ("mla", "triton")  # to save two engine starts
 ]
-EXPERTS = Run("experts-triton", "moe", "experts", {"lora_backend": "triton"})
+FOUR_SLOTS = {"max_loras_per_batch": 4}
+EXPERTS = [
+    Run("experts-csgmv", "moe", "experts", {"lora_backend": "csgmv"} | FOUR_SLOTS),
+    Run("experts-triton", "moe", "few_experts", {"lora_backend": "triton"} | FOUR_SLOTS),
+]
+VIRTUAL_EXPERTS = {"lora_backend": "triton", "lora_use_virtual_experts": True} | FOUR_SLOTS
+VIRTUAL = Run("experts-virtual", "moe", "few_experts", VIRTUAL_EXPERTS)
 LOGPROBS_IN_CHUNKS = {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "16"}
 LM_HEAD = Run("lm_head-triton", "dense", "lm_head", {"lora_backend": "triton"}, LOGPROBS_IN_CHUNKS)
+OFF = ("dense-csgmv", "moe-triton", "experts-triton")
 FAULTS = ("no_wrapt", "renamed_class", "changed_insides", "shrink_raises", "expand_wrong")
 GROUPS = {
-    "absent": ("absent", SERVED),
-    "off": ("off", [run for run in SERVED if run.name in ("dense-csgmv", "moe-triton")]),
-    "on": ("on", [*SERVED, EXPERTS, LM_HEAD]),
+    "absent": ("absent", [*SERVED, *EXPERTS]),
+    "off": ("off", [run for run in [*SERVED, *EXPERTS] if run.name in OFF]),
+    "on": ("on", [*SERVED, *EXPERTS, VIRTUAL, LM_HEAD]),
     "faults": (
         "on",
         [Run(fault, "dense", "mixed", {"lora_backend": "csgmv"}, {"ENGINE_FAULT": fault}) for fault in FAULTS]

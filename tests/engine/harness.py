@@ -23,7 +23,7 @@ RUN_SECONDS = 300
 @dataclasses.dataclass(frozen=True)
 class Run:
     name: str
-    model: str  # dense or moe
+    model: str  # a folder of tiny_models.write
     scenario: str
     engine: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)

@@ -145,8 +145,29 @@ def while_serving(engine, model: pathlib.Path) -> list[Answer]:
 
 
 def experts(engine, model: pathlib.Path) -> list[Answer]:
-    """Adapters on attention and experts: the experts stay stock's, the attention layers around them do not."""
-    return ask(engine, 95, [("experts", 4, 2), (None, 3, 2), ("experts2", 5, 2)])
+    """Two adapters on experts, one on the attention alone and no adapter: four requests decode in one batch."""
+    return ask(engine, 95, [("experts", 4, 3), (None, 3, 3), ("experts2", 5, 3), ("a", 2, 3)])
+
+
+def long_experts(engine, model: pathlib.Path) -> list[Answer]:
+    """Prompts longer than the gate, of which several are one batch, and one longer than a prefill chunk."""
+    return ask(engine, 105, [("experts2", 80, 2), (None, 20, 2), ("only_experts", 19, 2)])
+
+
+def queue_experts(engine, model: pathlib.Path) -> list[Answer]:
+    """More requests than run at once, more adapters than slots."""
+    return ask(
+        engine,
+        110,
+        [("experts", 4, 3), (None, 3, 1), ("only_experts", 2, 2), ("experts2", 5, 2), ("experts", 3, 2), (None, 2, 2)],
+    )
+
+
+def stale_experts(engine, model: pathlib.Path) -> list[Answer]:
+    """An adapter on the attention alone gets the slot of one on the experts, the only slot that is empty."""
+    before = ask(engine, 120, [("experts", 3, 1)])
+    assert engine.unload_lora_adapter("experts").success
+    return before + ask(engine, 125, [("qv", 4, 2), (None, 3, 2)])
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -169,13 +190,15 @@ DENSE = Scenario(
     (*ATTENTION, *MLP),
     (mixed, alone, base_only, long, queue, reload, while_serving),
 )
+EXPERTS = ("experts", "experts2", "only_experts", "a", "qv")
 SCENARIOS = {
     "dense": DENSE,
     "mixed": dataclasses.replace(DENSE, parts=(mixed,)),
     "moe": Scenario(("a", "b", "qv"), ATTENTION, (mixed, base_only, long, queue_moe)),
     "mla": Scenario(("a", "b", "kv_b"), (*MLA, *MLP), (mixed, base_only, kv_b)),
     "lm_head": Scenario(("head", "a"), (*ATTENTION, *MLP, "lm_head"), (lm_head,)),
-    "experts": Scenario(("experts", "experts2"), (*ATTENTION, *MLP), (experts,)),
+    "experts": Scenario(EXPERTS, (*ATTENTION, *MLP), (experts, base_only, long_experts, queue_experts, stale_experts)),
+    "few_experts": Scenario(EXPERTS, (*ATTENTION, *MLP), (experts,)),
 }
 TIMED = {while_serving.__name__}
 """Parts whose batches depend on timing, and so the last bits of their results."""

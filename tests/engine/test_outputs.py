@@ -6,8 +6,13 @@ import compare
 import pytest
 import scenarios
 
-RUNS = ["dense-triton", "dense-csgmv", "moe-triton", "moe-csgmv", "mla-csgmv"]
-served = pytest.mark.parametrize(("model", "run"), [(run.partition("-")[0], run) for run in RUNS], ids=RUNS)
+RUNS = ["dense-triton", "dense-csgmv", "moe-triton", "moe-csgmv", "mla-csgmv", "experts-triton", "experts-csgmv"]
+MODELS = {"experts": "moe"}  # kinds of runs that are no model's name
+served = pytest.mark.parametrize(
+    ("model", "run"), [(MODELS.get(run.partition("-")[0], run.partition("-")[0]), run) for run in RUNS], ids=RUNS
+)
+STOCK_IS_WRONG = {("stale_experts", "qv")}
+"""(part, adapter) whose answers stock gets wrong."""
 
 
 def untimed(result) -> dict[str, list[dict]]:
@@ -19,13 +24,14 @@ def untimed(result) -> dict[str, list[dict]]:
 def test_float64_arithmetic(engine, reference_of, overlay, model, run):
     """Absent: our model and sglang agree on what LoRA is, so the harness can be believed. On: the overlay's promise."""
     expected = reference_of(model)
-    for answers in engine(overlay, run).parts.values():
+    for part, answers in engine(overlay, run).parts.items():
         for answer in answers:
-            compare.against_float64(answer, expected)
+            if overlay == "on" or (part, answer["adapter"]) not in STOCK_IS_WRONG:
+                compare.against_float64(answer, expected)
     assert expected.router_gap > compare.ROUTER_TIE, "choose another seed in tiny_models.py: two experts nearly tie"
 
 
-@pytest.mark.parametrize("run", ["dense-csgmv", "moe-triton"])
+@pytest.mark.parametrize("run", ["dense-csgmv", "moe-triton", "experts-triton"])
 def test_off_is_stock_bit_for_bit(engine, run):
     assert untimed(engine("off", run)) == untimed(engine("absent", run))
 
@@ -35,7 +41,8 @@ def test_on_is_stock_within_float16(engine, model, run):
     stock = untimed(engine("absent", run))
     for name, answers in untimed(engine("on", run)).items():
         for answer, other in zip(answers, stock[name], strict=True):
-            compare.against_engine(answer, other)
+            if (name, answer["adapter"]) not in STOCK_IS_WRONG:
+                compare.against_engine(answer, other)
 
 
 @served
@@ -47,13 +54,20 @@ def test_requests_without_adapter_keep_their_bits(engine, model, run):
         return {name: [a for a in answers if a["adapter"] is None] for name, answers in parts.items()}
 
     assert base("on") == base("absent")
-    assert sum(map(len, base("on").values())) >= 4
+    assert any(base("on").values())
 
 
-def test_adapters_on_experts_beside_the_overlay(engine, reference_of):
-    """The experts are stock's, the attention layers around them are the overlay's."""
-    for answer in engine("on", "experts-triton").parts["experts"]:
+def test_virtual_experts(engine, reference_of):
+    """Stock computes up's delta with gate's A there, so nothing but float64 is a reference."""
+    for answer in engine("on", "experts-virtual").parts["experts"]:
         compare.against_float64(answer, reference_of("moe"))
+
+
+def test_stock_leaves_stale_expert_weights(engine, reference_of):
+    """The fault that fix-stale-experts is for; when a release no longer has it, the fix can go."""
+    (wrong,) = [a for a in engine("absent", "experts-csgmv").parts["stale_experts"] if a["adapter"] == "qv"]
+    with pytest.raises(AssertionError):
+        compare.against_float64(wrong, reference_of("moe"))
 
 
 def test_adapter_on_lm_head_with_prompt_logprobs_in_chunks(engine, reference_of):

@@ -6,9 +6,12 @@ import pytest
 
 DENSE_RUNS = ["dense-triton", "dense-csgmv"]
 ALL_RUNS = [*DENSE_RUNS, "moe-triton", "moe-csgmv", "mla-csgmv"]
+EXPERT_RUNS = ["experts-triton", "experts-csgmv", "experts-virtual"]
 
 
-@pytest.mark.parametrize(("overlay", "run"), [("absent", "dense-csgmv"), ("off", "dense-csgmv"), ("off", "moe-triton")])
+@pytest.mark.parametrize(
+    ("overlay", "run"), [("absent", "dense-csgmv"), ("off", "dense-csgmv"), ("off", "experts-triton")]
+)
 def test_no_trace_without_the_switch(engine, overlay, run):
     result = engine(overlay, run)
     for report in result.reports.values():
@@ -16,11 +19,11 @@ def test_no_trace_without_the_switch(engine, overlay, run):
     assert result.overlay_lines == []
 
 
-@pytest.mark.parametrize("run", ALL_RUNS)
+@pytest.mark.parametrize("run", [*ALL_RUNS, *EXPERT_RUNS])
 def test_every_site_is_bound(engine, run):
     result = engine("on", run)
     for report in result.reports.values():
-        assert {"adapters", "qkv", "merged", "column", "row", "replicated"} <= set(report["sites"])
+        assert {"adapters", "qkv", "merged", "column", "row", "replicated", "moe"} <= set(report["sites"])
         assert {state for state, _ in report["sites"].values()} == {"BOUND"}
     assert result.overlay_lines == []
 
@@ -43,7 +46,15 @@ def test_decode_takes_the_fast_kernels(engine, run):
     assert decode == {(kernel, n) for kernel in ("shrink", "expand") for n in slices}
 
 
-@pytest.mark.parametrize("run", ALL_RUNS)
+@pytest.mark.parametrize("run", EXPERT_RUNS)
+def test_adapted_experts_take_the_fast_kernels(engine, run):
+    """experts: four requests decode together, two experts a token, through qkv and o around the experts."""
+    decode = {(kernel, slices) for kernel, slices, rows in engine("on", run).launches("experts") if rows in (4, 8)}
+    dense = {(kernel, slices) for kernel in ("shrink", "expand") for slices in (1, 3)}
+    assert decode == dense | {("moe_shrink", 2), ("moe_activate", 2), ("moe_shrink", 1), ("moe_expand", 1)}
+
+
+@pytest.mark.parametrize("run", [*ALL_RUNS, "experts-csgmv"])
 def test_no_kernel_without_an_adapter_in_the_batch(engine, run):
     assert engine("on", run).launches("base_only") == set()
 

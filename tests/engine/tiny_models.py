@@ -88,6 +88,7 @@ ADAPTERS = {
         "late": Adapter(3, 6, tuple(ATTENTION)),
         "experts": Adapter(8, 16, (*ATTENTION, *EXPERT_MLP)),
         "experts2": Adapter(4, 16, (*ATTENTION, *EXPERT_MLP)),
+        "only_experts": Adapter(16, 16, tuple(EXPERT_MLP)),
     },
     "mla": {
         "a": Adapter(8, 16, (*MLA, *MLP)),

@@ -1,15 +1,18 @@
 """Decode steps of a real LoRAManager with the overlay on: graphs captured with no adapter, replayed with any.
 
     LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/toy/decode_steps.py csgmv --steps 2000
+    LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/toy/decode_steps.py csgmv --steps 2000 --model experts
 
 Every step draws a batch size, adapters (with unknown ones and none), sometimes loads or unloads one, and compares the
-replay with the same batch run eagerly, and now and then with float64. On the CPU there are no graphs: eager steps alone.
+replay with the same batch run eagerly, and now and then with float64 and, for the rows without an adapter, with the
+same batch without any. On the CPU there are no graphs: eager steps alone.
 Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import sys
@@ -19,9 +22,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import toy_manager as toy
+from toy_experts import ExpertsToy
 
 BATCHES = (1, 2, 4, 8, 16, 24)
 SLOTS = 4
+MODELS = {"dense": toy.Toy, "experts": ExpertsToy, "shared-outer": functools.partial(ExpertsToy, shared=True)}
 
 
 def main() -> None:
@@ -29,23 +34,29 @@ def main() -> None:
     arguments.add_argument("backend", choices=("csgmv", "triton"))
     arguments.add_argument("--steps", type=int, default=2000)
     arguments.add_argument("--check-every", type=int, default=25, help="steps between comparisons with float64")
+    arguments.add_argument("--model", choices=MODELS, default="dense")
+    arguments.add_argument("--virtual-experts", action="store_true", help="sglang's lora_use_virtual_experts")
     args = arguments.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     torch.set_default_device(device)
-    toy.start_sglang(device)
+    toy.start_sglang(
+        device,
+        lora_use_virtual_experts=args.virtual_experts,
+        experts_shared_outer_loras=args.model == "shared-outer",
+    )
     torch.manual_seed(0)
-    model = toy.Toy(dtype, device)
+    model = MODELS[args.model](dtype, device)
     torch.set_default_device("cpu")
     ranks = {"a": 8, "b": 16, "c": 3, "d": 16, "e": 1, "f": 12}
     manager = toy.make_manager(model, args.backend, SLOTS, ranks, dtype)
     rng = random.Random(0)
-    x = {m: torch.zeros(m, toy.Toy.hidden, dtype=dtype, device=device) for m in BATCHES}
+    x = {m: torch.zeros(m, model.hidden, dtype=dtype, device=device) for m in BATCHES}
     graphs, outputs = {}, {}
     with torch.inference_mode():
         if device == "cuda":
             graphs, outputs = capture(model, manager, x)
-        unequal, worst, moved = 0, 0.0, 0.0
+        unequal, base_unequal, worst, moved = 0, 0, 0.0, 0.0
         for step in range(args.steps):
             live = rng.randint(1, BATCHES[-1])
             padded = next(m for m in BATCHES if m >= live)
@@ -67,24 +78,29 @@ def main() -> None:
                 right = toy.expected(model, manager, ids, [1] * live, x[padded][:live])
                 base = toy.expected(model, manager, [None] * live, [1] * live, x[padded][:live])
                 worst = max(worst, ((eager[:live].double() - right).norm() / right.norm()).item())
+                manager.prepare_lora_batch(toy.decode_batch([None] * padded))
+                bare = [i for i, uid in enumerate(ids) if uid is None]
+                base_unequal += not torch.equal(model(x[padded])[bare], eager[bare])
                 if any(ids):
                     moved = max(moved, ((base - right).norm() / right.norm()).item())
         prefill = check_prefill(model, manager, rng, device, dtype)
-    from lora_fastpath.registry import registry
-
-    sites = {name: entry.state.name.lower() for name, entry in registry.entries.items()}
-    facts = {"steps": args.steps, "graphs": len(graphs), "unequal": unequal, "error": worst, "moved": moved}
-    print(
-        json.dumps(
-            facts | {"prefill_error": prefill, "stock_prepared": manager.lora_fastpath.prepares_stock, "sites": sites}
-        )
-    )
+    # Without the overlay the same steps show what stock makes of them.
+    overlay = sys.modules.get("lora_fastpath.registry")
+    sites = {name: entry.state.name.lower() for name, entry in overlay.registry.entries.items()} if overlay else {}
+    facts = {"steps": args.steps, "graphs": len(graphs), "unequal": unequal, "base_unequal": base_unequal}
+    facts |= {"error": worst, "moved": moved}
+    stock_prepared = manager.lora_fastpath.prepares_stock if sites else True
+    print(json.dumps(facts | {"prefill_error": prefill, "stock_prepared": stock_prepared, "sites": sites}))
 
 
 def capture(model, manager, x: dict[int, torch.Tensor]) -> tuple[dict, dict]:
     """One graph for each batch size, recorded as sglang does: on a stream of its own, no adapter active."""
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
     from sglang.srt.model_executor import cuda_graph_runner
 
+    experts = [module for module in model.modules() if isinstance(module, FusedMoEWithLoRA)]
+    if experts:
+        manager.init_cuda_graph_moe_buffers(max(x), SLOTS, manager.dtype, experts[0])
     manager.init_cuda_graph_batch_info(max_bs_in_cuda_graph=max(x), num_tokens_per_bs=1)
     graphs, outputs, stream = {}, {}, torch.cuda.Stream()
     with cuda_graph_runner.model_capture_mode(), torch.cuda.stream(stream):
@@ -106,7 +122,7 @@ def check_prefill(model, manager, rng: random.Random, device: str, dtype: torch.
         uids = [rng.choice(["a", "b", "c", None]) for _ in lengths[:-1]] + ["a"]
         manager.fetch_new_loras(set(uids))
         manager.prepare_lora_batch(toy.extend_batch(uids, lengths, device))
-        x = torch.randn(sum(lengths), toy.Toy.hidden, device=device).to(dtype)
+        x = torch.randn(sum(lengths), model.hidden, device=device).to(dtype)
         right = toy.expected(model, manager, uids, lengths, x)
         worst = max(worst, ((model(x).double() - right).norm() / right.norm()).item())
     return worst

@@ -1,14 +1,18 @@
 """A real LoRAManager of the installed sglang on a toy model of real sglang layers: no scheduler, no engine, any device.
 
-Run in a process of its own (decode_steps.py, tensor_parallel.py), because the overlay's hooks have to be there before sglang is imported.
+Run in a process of its own (decode_steps.py, tensor_parallel.py, expert_parallel.py), because the overlay's hooks have to be there before sglang is imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import types
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from toy_experts import ExpertsToy
 
 
 class Toy(torch.nn.Module):
@@ -18,6 +22,7 @@ class Toy(torch.nn.Module):
     """
 
     hidden, heads, kv_heads, head_dim, intermediate = 256, 8, 2, 32, 384
+    target_modules = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     widths = {"qkv_proj": (256, 64, 64), "o_proj": (256,), "gate_up_proj": (384, 384), "down_proj": (256,)}
     inputs = {"qkv_proj": 256, "o_proj": 256, "gate_up_proj": 256, "down_proj": 384}
 
@@ -51,7 +56,7 @@ class Toy(torch.nn.Module):
             self.full.append({})
             for name, widths in self.widths.items():
                 into = self.inputs[name]
-                whole = (torch.randn(sum(widths), into, generator=generator) * into**-0.5).to(device, dtype)
+                whole = (torch.randn(sum(widths), into, generator=generator, device="cpu") * into**-0.5).to(device, dtype)
                 self.full[-1][name] = whole
                 if name in ("o_proj", "down_proj"):
                     shard = whole.chunk(ranks, 1)[rank]
@@ -69,9 +74,51 @@ class Toy(torch.nn.Module):
             x = torch.nn.functional.normalize(x + down, dim=-1) * self.hidden**0.5
         return x
 
+    def adapted(self, rank: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What an adapter of that rank has: path of a projection -> shapes of its A and B."""
+        shapes, width = {}, {"q_proj": 256, "k_proj": 64, "v_proj": 64, "o_proj": 256}
+        width |= {"gate_proj": 384, "up_proj": 384, "down_proj": 256}
+        for layer in range(2):
+            for name, out in width.items():
+                part = "self_attn" if name[0] in "qkvo" else "mlp"
+                into = self.intermediate if name == "down_proj" else self.hidden
+                shapes[f"model.layers.{layer}.{part}.{name}"] = ((rank, into), (out, rank))
+        return shapes
 
-def start_sglang(device: str, rank: int = 0, ranks: int = 1, port: int = 0) -> None:
-    """Join `ranks` ranks of tensor parallelism (`port`: where they meet); server arguments as they are by default."""
+    def expected(self, manager, owner: list[str | None], x: torch.Tensor) -> torch.Tensor:
+        """`forward` in float64, row i with adapter owner[i]."""
+
+        def project(layer_id: int, name: str, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.full[layer_id][name].double().T
+            for uid in {u for u in owner if u is not None}:
+                adapter = manager.loras[uid]
+                a, b = (
+                    next(w for n, w in adapter.layers[layer_id].weights.items() if name in n and f"lora_{half}" in n)
+                    for half in "AB"
+                )
+                a, b = (w.to(x.device, manager.dtype).double() for w in (a, b))
+                rows = torch.tensor([u == uid for u in owner], device=x.device)
+                start = 0
+                for piece, wide in enumerate(self.widths[name]):
+                    h = x[rows] @ a[piece * adapter.config.r : (piece + 1) * adapter.config.r].T
+                    y[rows, start : start + wide] += adapter.scaling * h @ b[start : start + wide].T
+                    start += wide
+            return y
+
+        x = x.double()
+        for i in range(len(self.full)):
+            o = project(i, "o_proj", project(i, "qkv_proj", x)[:, :256])
+            gate, up = project(i, "gate_up_proj", o).chunk(2, -1)
+            down = project(i, "down_proj", torch.nn.functional.silu(gate) * up)
+            x = torch.nn.functional.normalize(x + down, dim=-1) * self.hidden**0.5
+        return x
+
+
+def start_sglang(
+    device: str, rank: int = 0, ranks: int = 1, port: int = 0, expert_ranks: int = 1, **arguments: object
+) -> None:
+    """Join `ranks` ranks of tensor parallelism (`port`: where they meet), of which `expert_ranks` have experts of their
+    own; server arguments are as by default but for `arguments`."""
     from sglang.srt import server_args
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 
@@ -85,18 +132,19 @@ def start_sglang(device: str, rank: int = 0, ranks: int = 1, port: int = 0) -> N
     for field in dataclasses.fields(server_args.ServerArgs):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         setattr(args, field.name, None if default is dataclasses.MISSING else default)
-    args.enable_lora_overlap_loading = False
+    for name, value in ({"enable_lora_overlap_loading": False} | arguments).items():
+        setattr(args, name, value)
     server_args.set_global_server_args_for_scheduler(args)
     init_distributed_environment(
         backend="nccl" if device == "cuda" else "gloo", world_size=ranks, rank=rank, local_rank=rank,
         distributed_init_method=f"tcp://127.0.0.1:{port}",
     )  # fmt: skip
-    initialize_model_parallel(tensor_model_parallel_size=ranks)
+    initialize_model_parallel(tensor_model_parallel_size=ranks, expert_model_parallel_size=expert_ranks)
     start_sglang.args, start_sglang.rank, start_sglang.ranks = args, rank, ranks
 
 
-def make_manager(model: Toy, backend: str, slots: int, ranks: dict[str, int], dtype: torch.dtype):
-    """A LoRAManager for `model` with one random adapter for each name in `ranks`, on every linear layer."""
+def make_manager(model: Toy | ExpertsToy, backend: str, slots: int, ranks: dict[str, int], dtype: torch.dtype):
+    """A LoRAManager for `model` with one random adapter for each name in `ranks`, on everything `model` can adapt."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.lora_registry import LoRARef
@@ -104,29 +152,16 @@ def make_manager(model: Toy, backend: str, slots: int, ranks: dict[str, int], dt
     manager = LoRAManager(
         base_model=model, base_hf_config=model.config, max_loras_per_batch=slots, load_config=LoadConfig(), dtype=dtype,
         server_args=start_sglang.args, lora_backend=backend, max_lora_rank=max(ranks.values()),
-        tp_size=start_sglang.ranks, tp_rank=start_sglang.rank,
-        target_modules={"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+        tp_size=start_sglang.ranks, tp_rank=start_sglang.rank, target_modules=model.target_modules,
     )  # fmt: skip
-    width = {
-        "q_proj": 256,
-        "k_proj": 64,
-        "v_proj": 64,
-        "o_proj": 256,
-        "gate_proj": 384,
-        "up_proj": 384,
-        "down_proj": 256,
-    }
     for number, (name, rank) in enumerate(ranks.items()):
         generator = torch.Generator().manual_seed(number)
         tensors = {}
-        for layer in range(2):
-            for module, out in width.items():
-                part = "self_attn" if module[0] in "qkvo" else "mlp"
-                into = Toy.intermediate if module == "down_proj" else Toy.hidden
-                prefix = f"base_model.model.model.layers.{layer}.{part}.{module}"
-                tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, into, generator=generator) * into**-0.5
-                tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * rank**-0.5
-        config = {"r": rank, "lora_alpha": rank * 2, "target_modules": list(width), "peft_type": "LORA", "bias": "none"}
+        for at, (a, b) in model.adapted(rank).items():
+            tensors[f"base_model.model.{at}.lora_A.weight"] = torch.randn(a, generator=generator) * a[-1] ** -0.5
+            tensors[f"base_model.model.{at}.lora_B.weight"] = torch.randn(b, generator=generator) * rank**-0.5
+        modules = sorted({at.rpartition(".")[2] for at in model.adapted(rank)})
+        config = {"r": rank, "lora_alpha": rank * 2, "target_modules": modules, "peft_type": "LORA", "bias": "none"}
         reference = LoRARef(lora_id=name, lora_name=name, lora_path=f"__{name}__", pinned=False)
         result = manager.load_lora_adapter_from_tensors(reference, tensors, config)
         assert result.success, result.error_message
@@ -157,31 +192,8 @@ def extend_batch(uids: list[str | None], lengths: list[int], device: str):
     )  # fmt: skip
 
 
-def expected(model: Toy, manager, uids: list[str | None], lengths: list[int], x: torch.Tensor) -> torch.Tensor:
+def expected(
+    model: Toy | ExpertsToy, manager, uids: list[str | None], lengths: list[int], x: torch.Tensor
+) -> torch.Tensor:
     """The toy's output in float64, each row with its request's own adapter."""
-    owner = [uid for uid, length in zip(uids, lengths) for _ in range(length)]
-
-    def project(layer_id: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        y = x @ model.full[layer_id][name].double().T
-        for uid in {u for u in owner if u is not None}:
-            adapter = manager.loras[uid]
-            a, b = (
-                next(w for n, w in adapter.layers[layer_id].weights.items() if name in n and f"lora_{half}" in n)
-                for half in "AB"
-            )
-            a, b = (w.to(x.device, manager.dtype).double() for w in (a, b))
-            rows = torch.tensor([u == uid for u in owner], device=x.device)
-            start = 0
-            for piece, wide in enumerate(Toy.widths[name]):
-                h = x[rows] @ a[piece * adapter.config.r : (piece + 1) * adapter.config.r].T
-                y[rows, start : start + wide] += adapter.scaling * h @ b[start : start + wide].T
-                start += wide
-        return y
-
-    x = x.double()
-    for i in range(len(model.full)):
-        o = project(i, "o_proj", project(i, "qkv_proj", x)[:, :256])
-        gate, up = project(i, "gate_up_proj", o).chunk(2, -1)
-        down = project(i, "down_proj", torch.nn.functional.silu(gate) * up)
-        x = torch.nn.functional.normalize(x + down, dim=-1) * Toy.hidden**0.5
-    return x
+    return model.expected(manager, [uid for uid, length in zip(uids, lengths) for _ in range(length)], x)

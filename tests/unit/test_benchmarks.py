@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -154,13 +155,33 @@ class TestModels:
         load_file = pytest.importorskip("safetensors.torch").load_file
         config = model_folder.write_model(tmp_path / "model", "tiny-moe", 1)
         folders = model_folder.write_adapters(tmp_path, config, "all", 4, 2)
-        first, second = (load_file(f"{folder}/adapter_model.safetensors") for folder in folders.values())
+        first, second = (Path(folder) / "adapter_model.safetensors" for folder in folders.values())
+        assert first.samefile(second) and first.parent != second.parent
+        weights = load_file(first)
         key = "base_model.model.model.layers.0.mlp.experts.7.down_proj.lora_"
-        assert first[f"{key}A.weight"].shape == (4, 64) and first[f"{key}B.weight"].shape == (128, 4)
-        assert first[f"{key}A.weight"].dtype == torch.bfloat16 and len(first) == 2 * 28
-        assert not torch.equal(first[f"{key}A.weight"], second[f"{key}A.weight"])
+        assert weights[f"{key}A.weight"].shape == (4, 64) and weights[f"{key}B.weight"].shape == (128, 4)
+        assert weights[f"{key}A.weight"].dtype == torch.bfloat16 and len(weights) == 2 * 28
+        assert not torch.equal(weights[f"{key}A.weight"], weights[f"{key.replace('.7.', '.6.')}A.weight"])
         peft = json.loads((tmp_path / "adapter0/adapter_config.json").read_text())
         assert (peft["r"], peft["lora_alpha"]) == (4, 8) and "gate_proj" in peft["target_modules"]
+
+    def test_shared_expert_beside_256(self):
+        config = model_folder.SHAPES["qwen2-moe-256x512-fp8"]
+        linear = {name: (out, into) for name, out, into in model_folder.linears(config, "all-linear")}
+        assert linear["mlp.shared_expert.down_proj"] == (2048, 512) and len(linear) == 7
+        experts = model_folder.linears(config, "experts")
+        assert len(experts) == 3 * 256 and experts[-1] == ("mlp.experts.255.down_proj", 2048, 512)
+        # sglang sizes and splits by these; a mismatch shows on a GPU alone
+        assert config["intermediate_size"] == config["shared_expert_intermediate_size"]
+        assert config["hidden_size"] == config["num_attention_heads"] * config["head_dim"]
+
+    def test_the_config_is_one_that_transformers_reads(self, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        for shape in model_folder.SHAPES:
+            written = model_folder.write_model(tmp_path / shape, shape, 2)
+            read = transformers.AutoConfig.from_pretrained(tmp_path / shape)
+            assert read.num_hidden_layers == 2 and read.hidden_size == written["hidden_size"]
+            assert getattr(read, "num_experts", None) == written.get("num_experts")
 
     def test_adapters_are_made_anew_for_another_rank(self, tmp_path):
         load_file = pytest.importorskip("safetensors.torch").load_file
@@ -179,6 +200,29 @@ class TestSettings:
         assert settings["max_total_tokens"] == 256 * 256 + 16384 and settings["context_length"] > 8192
         assert settings["moe_runner_backend"] == "triton"
         assert "moe_runner_backend" not in engine_ab.engine_settings(args, model_folder.QWEN3_8B, Path("m"))
+
+    def test_each_engine_gets_its_own_arguments(self, monkeypatch, tmp_path):
+        started = {}
+
+        def engine(name, settings, env, log):
+            started[name] = (settings["engine"], env.get("LORA_FASTPATH"))
+            return SimpleNamespace(name=name, start_seconds=1.0, started=0.0, wait_until_up=lambda timeout: None)
+
+        monkeypatch.setattr(engine_ab, "EngineProcess", engine)
+        args = engine_ab.arguments(["--engines", ",".join(engine_ab.ENGINES), "--out", str(tmp_path)])
+        engine_ab.start_engines(args, model_folder.QWEN3_MOE, Path("m"), {"adapter0": "x"}, [])
+        lora = {name: (e.get("lora_backend"), e.get("lora_use_virtual_experts", False)) for name, (e, _) in started.items()}
+        assert lora == {
+            "base": (None, False), "stock_csgmv": ("csgmv", False), "stock_triton": ("triton", False),
+            "stock_virtual": ("triton", True), "fast": ("csgmv", False), "fast_triton": ("triton", False),
+        }  # fmt: skip
+        assert {name for name, (_, overlay) in started.items() if overlay} == {"fast", "fast_triton"}
+        assert "lora_paths" not in started["base"][0] and started["fast"][0]["lora_paths"] == {"adapter0": "x"}
+
+    def test_sglang_knows_the_arguments(self):
+        server_args = pytest.importorskip("sglang.srt.server_args")
+        known = {field.name for field in dataclasses.fields(server_args.ServerArgs)}
+        assert {name for lora, _ in engine_ab.ENGINES.values() for name in lora or ()} <= known
 
     def test_cpu_engines_start_one_by_one(self):
         args = engine_ab.arguments(["--device", "cpu"])
@@ -206,6 +250,12 @@ class TestCells:
         assert (cell["kept_stock"], cell["kept_fast"]) == (0.625, 0.8)
         assert (cell["ms_stock_csgmv"], cell["ms_stock_triton"]) == (2.0, 1.6)
         assert cell["spread"] == 0.2 and cell["tokens"] == 16  # 1.5 against 1.25
+
+    def test_virtual_experts_are_shown_and_not_the_stock_to_beat(self):
+        cell = engine_ab.make_cell({"tokens": 16}, SAMPLES | {"stock_virtual": [1.4, 1.4, 1.4]}, {})
+        assert (cell["ms_stock_virtual"], cell["ms_stock"], cell["stock_backend"]) == (1.4, 1.6, "triton")
+        lines = engine_ab.table([cell | {"phase": "decode", "batch": 1, "adapters": 1}]).splitlines()
+        assert lines[1][: lines[0].index("virtual(s)") + len("virtual(s)")].endswith(" 1.400")
 
     def test_missing_engines_leave_gaps(self):
         cell = engine_ab.make_cell({}, {"fast": [1.0], "base": []}, {})
@@ -277,6 +327,14 @@ class TestReport:
         page = report.page({"run": RESULT})
         assert "| 1 | 1 | 1.000 | 2.000 (triton) | - | 50.0% | - | 1.1% |" in page
         assert "| 1 | 8 | 1.000 |" in page and "Commit abc." in page
+
+    def test_virtual_experts_have_a_column_where_they_were_measured(self, report):
+        cells = [RESULT["cells"][0] | {"ms_stock_virtual": 1.5}, RESULT["cells"][0] | {"batch": 2}]
+        page = report.page({"run": RESULT | {"cells": cells}})
+        assert "| stock (backend) | stock, virtual experts | overlay |" in page
+        assert "| 1 | 1 | 1.000 | 2.000 (triton) | 1.500 | - |" in page
+        assert "| 1 | 2 | 1.000 | 2.000 (triton) | - | - |" in page
+        assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
 
     def test_figures_go_between_the_markers(self, report):
         readme = "a\n<!-- figures: made by benchmarks/report.py -->\nold\n<!-- end of figures -->\nb\n"

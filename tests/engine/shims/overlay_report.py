@@ -19,21 +19,31 @@ from import_hooks import after_import
 
 launches: collections.Counter[str] = collections.Counter()
 
+SHAPES = {
+    "shrink": lambda given: (given["slices"], len(given["x"])),
+    "expand": lambda given: (len(given["ends"]), len(given["y"])),
+    "moe_shrink": lambda given: (given["slices"], given["route"].pairs),
+    "moe_activate": lambda given: (2, given["route"].pairs),
+    "moe_expand": lambda given: (1, given["route"].pairs),
+}
+"""Launcher, and module under lora_fastpath.kernels: the slices and rows of a launch from its arguments by name. A row
+of the expert kernels is a pair of a token and an expert."""
+
 
 def install() -> None:
     """Count the kernels' launches and give sglang's scheduler the reporting method."""
-    count("lora_fastpath.kernels.shrink", "shrink")
-    count("lora_fastpath.kernels.expand", "expand")
+    for name in SHAPES:
+        count(name)
 
     @after_import("sglang.srt.managers.scheduler")
     def add_method(module):
         module.Scheduler.write_overlay_report = lambda self, path: pathlib.Path(path).write_text(json.dumps(report()))
 
 
-def count(module_name: str, name: str) -> None:
-    """Count the calls of a launcher: by rows and, for expand, by slices."""
+def count(name: str) -> None:
+    """Count the calls of a launcher, by slices and rows."""
 
-    @after_import(module_name)
+    @after_import(f"lora_fastpath.kernels.{name}")
     def wrap(module):
         launch = getattr(module, name)
         signature = inspect.signature(launch)
@@ -41,8 +51,7 @@ def count(module_name: str, name: str) -> None:
         @functools.wraps(launch)
         def counted(*args, **kwargs):
             given = signature.bind(*args, **kwargs).arguments
-            slices = given["slices"] if name == "shrink" else len(given["ends"])
-            rows = given["x" if name == "shrink" else "y"].shape[0]
+            slices, rows = SHAPES[name](given)
             launches[f"{name} slices={slices} rows={rows}"] += 1
             return launch(*args, **kwargs)
 

@@ -35,13 +35,18 @@ def no_pinned_memory(torch):
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
 
 
-def align_block_size(topk_ids, experts, block, sorted_ids, expert_ids, total, cumsum=None, pad=True, *rest):
-    """sgl_kernel.moe_align_block_size in Python: (token, k) rows by expert, each expert's padded to `block` rows."""
+def align_block_size(topk_ids, experts, block, sorted_ids, expert_ids, total, cumsum=None, pad=False):
+    """sgl_kernel.moe_align_block_size in Python: (token, k) rows by expert, each expert's padded to `block` rows.
+
+    As there, the rows of id -1 (another rank's experts) come first, in blocks of expert -1; `pad` fills all of sorted_ids
+    first; and expert_ids is not written behind the last block, so nobody may read it there. The kernel's order of the
+    rows within an expert is that of its atomics, here it is ascending.
+    """
     import torch
 
     flat = topk_ids.reshape(-1)
-    sorted_ids.fill_(flat.numel())
-    expert_ids.fill_(-1)
+    if pad:
+        sorted_ids.fill_(flat.numel())
     row = 0
     for expert in flat.unique().tolist():
         members = (flat == expert).nonzero().flatten().to(torch.int32)
@@ -86,6 +91,11 @@ def latent_attention(module):
 @after_import("sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size")
 def align_for_base_experts(module):
     module.sgl_moe_align_block_size = align_block_size
+
+
+@after_import("sglang.srt.layers.moe.token_dispatcher.standard")
+def experts_of_other_ranks(module):
+    module.get_device = lambda *args, **kwargs: "cpu"  # where the table from global to local expert ids goes
 
 
 @after_import("sglang.jit_kernel.moe_align")

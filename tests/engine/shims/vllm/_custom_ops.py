@@ -1,5 +1,6 @@
 """The names that sglang imports from vllm on a machine without CUDA, in plain torch."""
 
+import numpy
 import torch
 
 
@@ -13,6 +14,9 @@ def moe_sum(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
-    """out = silu(first half of x's columns) * second half."""
-    gate, up = x.chunk(2, dim=-1)
-    out.copy_(torch.nn.functional.silu(gate) * up)
+    """out = silu(first half of x's columns) * second half, in float32 and rounded once, as sglang's kernel for CUDA does.
+
+    exp is numpy's, which Triton's interpreter takes too: so a kernel that does the same has the same bits.
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    out.copy_(gate / (1 + torch.from_numpy(numpy.exp(-gate.numpy()))) * up)
