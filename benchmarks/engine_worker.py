@@ -1,7 +1,7 @@
 """One sglang engine in a process of its own, driven by JSON lines: requests on stdin, one answer each on stdout.
 
 Started by engine_pool.py. The first line holds {"engine": keyword arguments of sglang.Engine}; the answer to it comes
-when the engine serves. Then {"op": "warm" | "decode" | "prefill" | "state" | "profile" | "exit", ...}; an answer is
+when the engine serves. Then {"op": "warm" | "decode" | "prefill" | "answers" | "state" | "profile" | "exit", ...}; an answer is
 {"ok": true, ...} or {"ok": false, "error": text}. Everything that sglang prints goes to stderr.
 
 Nothing here imports lora_fastpath: whether the overlay is active in this process is the environment's doing alone.
@@ -112,6 +112,25 @@ class Worker:
         self.timed(prompts, 1, adapters)
         runs = [self.timed(prompts, 1, adapters) for _ in range(times)]
         return {"ms": [seconds * 1e3 for seconds, _ in runs], "tokens": [t[:8] for t in runs[-1][1]]}
+
+    def answers(self, batch: int, input_len: int, new_tokens: int, lora: list[str | None]) -> dict:
+        """Greedy answers to `batch` prompts with the given adapters, with their log-probabilities and each step's best two."""
+        sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        found = self.engine.generate(
+            input_ids=self.prompts(batch, input_len), sampling_params=sampling, lora_path=lora,
+            return_logprob=True, top_logprobs_num=2,
+        )  # fmt: skip
+        answers = []
+        for answer in found:
+            meta = answer["meta_info"]
+            answers.append(
+                {
+                    "tokens": answer["output_ids"],
+                    "logprobs": [logprob for logprob, *_ in meta["output_token_logprobs"]],
+                    "top": [[[logprob, token] for logprob, token, *_ in best] for best in meta["output_top_logprobs"]],
+                }
+            )
+        return {"answers": answers}
 
     def state(self) -> dict:
         """The overlay's sites as the scheduler process has them, and the GiB that it says it uses."""

@@ -55,6 +55,17 @@ SITES = (
         ),
     ),
     Site(
+        name="mla",
+        module="sglang.srt.lora.deepseek_mla_correction",
+        targets={
+            "apply_q_correction": ("attn_module", "q_nope", "q_nope_out"),
+            "apply_v_correction": ("attn_module", "attn_output", "attn_bmm_flat"),
+        },
+        releases=RELEASES,
+        patch="lora_fastpath.patches.mla",
+        requires=("adapters",),
+    ),
+    Site(
         name="fix-stale-experts",
         module="sglang.srt.lora.mem_pool",
         targets={

@@ -97,10 +97,23 @@ def needs_stock_batch(manager: Any) -> str:
     """Why sglang's own per-step LoRA metadata is needed beside ours; "" when none of its kernels can run."""
     if manager.embed_tokens_module is not None or manager.lm_head_module is not None:
         return "embedding or lm_head adapters"
-    for name, _ in lora_layers(manager):
-        if name.endswith(".kv_b_proj"):
-            return "kv_b_proj adapters, which absorbed MLA applies by itself"
     return ""
+
+
+def absorbed_attention(manager: Any, name: str) -> torch.nn.Module | None:
+    """The attention module that applies the layer `name` by itself when absorbed; None for any other layer."""
+    parent, _, last = name.rpartition(".")
+    return manager.base_model.get_submodule(parent) if last == "kv_b_proj" else None
+
+
+def absorbed_heads(attention: torch.nn.Module) -> tuple[int, int, int]:
+    """(heads on this rank, width of a head's q without position and of its k, width of a head's v)."""
+    return attention.num_local_heads, attention.qk_nope_head_dim, attention.v_head_dim
+
+
+def before_corrections(attention: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The modules that return what the q and the v correction work on."""
+    return attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj, attention.attn_mqa
 
 
 def adapter_buffers(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +213,14 @@ class ExpertGemms:
         self._sglang, self._config, self._quant = fused_moe, layer._lora_runner.config, layer._quant_info
         topk = dispatched.topk_output
         self._x, self._top_k = dispatched.hidden_states, topk.topk_ids.shape[1]
-        fields = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "block_shape")
+        fields = (
+            "use_fp8_w8a8",
+            "use_int8_w8a8",
+            "use_int8_w8a16",
+            "use_int4_w4a16",
+            "per_channel_quant",
+            "block_shape",
+        )
         quant = {name: getattr(self._quant, name) for name in fields}
         self._gate_up_config, self._down_config, _, *alignment = fused_moe._prepare_fused_moe_run(
             self._x, self._quant.w13_weight, self._quant.w2_weight, topk.topk_ids, **quant

@@ -17,7 +17,7 @@ import torch
 
 from lora_fastpath import gate, report, selfcheck, settings, stock
 from lora_fastpath.kernels import tiles as tiling
-from lora_fastpath.patches import dense, moe
+from lora_fastpath.patches import dense, mla, moe
 from lora_fastpath.registry import Unfit, registry
 from lora_fastpath.streams import Lanes
 
@@ -199,6 +199,33 @@ def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: AdapterMap) -
             adapter_map.fall_back(f"site {site} is out of service")
 
 
+def attach_corrections(manager: Any) -> None:
+    """The same for attention that applies kv_b_proj's adapter by itself."""
+    adapter_map, checked = manager.lora_fastpath, {}
+    for name, layer in stock.lora_layers(manager):
+        attention = stock.absorbed_attention(manager, name)
+        if attention is None:
+            continue
+        reason, failed = "", False
+        try:
+            if registry.is_bound(mla.SITE):
+                correction = mla.serve(layer, attention, adapter_map)
+                if correction.shape not in checked:
+                    checked[correction.shape] = mla.self_check(correction)
+                reason, failed = checked[correction.shape], True
+                if not reason:
+                    mla.attach(layer, attention, correction)
+                    adapter_map.sites.add(mla.SITE)
+        except Unfit as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
+            reason, failed = f"self-check: {type(error).__name__}: {error}", True
+        if reason:
+            registry.decline(mla.SITE, f"{name}: {reason}", failed=failed)
+        if not registry.is_bound(mla.SITE):
+            adapter_map.fall_back(f"{name}, which absorbed MLA applies by itself, is served by stock")
+
+
 def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
     wrapped(*args, **kwargs)
     reason = selfcheck.supported_device(manager.device)
@@ -210,13 +237,16 @@ def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
     else:
         manager.lora_fastpath = AdapterMap(manager)
         attach(stock.lora_layers(manager), manager.lora_fastpath)
+        attach_corrections(manager)
     if manager.tp_size > 1:
         _agree(manager)
 
 
 def _agree(manager: Any) -> None:
     """Ranks of one model serve the same sites: `row` reduces once where stock reduces twice, so a lone rank would hang all."""
-    sites = {"adapters": None} | {module.SITE_OF_LAYER[layer]: None for layer, module in SERVED_BY.items()}
+    sites = {"adapters": None, mla.SITE: None} | {
+        module.SITE_OF_LAYER[layer]: None for layer, module in SERVED_BY.items()
+    }
     bound = [name for name in sites if registry.is_bound(name)]
     for rank, theirs in stock.ranks_that_bound(bound, manager).items():
         for name in bound:

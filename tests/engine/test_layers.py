@@ -83,19 +83,19 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-@pytest.mark.parametrize("split", ["shards", "experts"])
-def test_adapters_on_experts_of_two_ranks(stub, split):
-    """Each expert cut in two, or half of the experts on each rank and id -1 for the others."""
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 1), (2, 2), (4, 2)])
+def test_adapters_on_experts_of_several_ranks(stub, ranks, groups):
+    """Experts cut into shards, and groups of ranks with experts of their own and id -1 for the others'."""
     port = free_port()
-    ranks = [start(stub, "expert_parallel.py", str(rank), "2", port, split) for rank in range(2)]
-    for found in [facts(rank) for rank in ranks]:
+    started = [start(stub, "expert_parallel.py", str(rank), str(ranks), port, str(groups)) for rank in range(ranks)]
+    for found in [facts(rank) for rank in started]:
         assert found["moved"] > 0.3 and found["error"] < 1e-2
-        experts, into = (6, 24) if split == "shards" else (3, 48)
-        assert found["buffers"]["down_proj_moe"] == [4, experts, 16, into], "the ranks do not split what they should"
+        split = [4, 6 // groups, 16, 48 * groups // ranks]
+        assert found["buffers"]["down_proj_moe"] == split, "the ranks do not split what they should"
         assert {found["states"][site] for site in ("adapters", "moe")} == {"bound"}
 
 
-def two_ranks(stub, fault: str = "") -> list[dict]:
+def parallel(stub, count: int, fault: str = "") -> list[dict]:
     port = free_port()
     faulty = {"LORA_FASTPATH": "0"} if fault == "absent" else {}
     ranks = [
@@ -103,19 +103,20 @@ def two_ranks(stub, fault: str = "") -> list[dict]:
             stub,
             "tensor_parallel.py",
             str(rank),
-            "2",
+            str(count),
             port,
             fault,
             LORA_FASTPATH_STRICT="0",
             **(faulty if rank else {}),
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     return [facts(rank) for rank in ranks]
 
 
-def test_two_ranks_reduce_once_a_row_layer(stub):
-    for found in two_ranks(stub):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_reduce_once_a_row_layer(stub, ranks):
+    for found in parallel(stub, ranks):
         assert found["moved"] > 0.3 and found["error"] < 1e-2
         assert found["reductions"] == [[5, 256]] * 4  # o and down of two layers: stock reduces each twice
         assert found["states"]["row"] == "bound"
@@ -124,7 +125,7 @@ def test_two_ranks_reduce_once_a_row_layer(stub):
 @pytest.mark.parametrize("fault", ["start", "serving", "absent"])
 def test_ranks_agree_when_one_of_them_cannot(stub, fault):
     """Stock's row layer reduces twice and ours once: a rank that went back alone would hang or kill the others."""
-    first, last = two_ranks(stub, fault)
+    first, last = parallel(stub, 2, fault)
     for found in (first, last):
         assert found["moved"] > 0.3 and found["error"] < 1e-2
     assert first["reductions"] == last["reductions"]

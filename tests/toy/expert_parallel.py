@@ -1,9 +1,10 @@
-"""One rank of a parallel toy of experts over gloo: each expert cut in shards, or whole experts on each rank.
+"""One rank of a parallel toy of experts over gloo: groups of ranks with experts of their own, each expert cut in shards.
 
-    python tests/toy/expert_parallel.py RANK RANKS PORT {shards,experts}
+    python tests/toy/expert_parallel.py RANK RANKS PORT GROUPS
 
-With whole experts sglang's dispatcher turns the ids of the other ranks' experts into -1, and the adapter buffers hold
-this rank's experts alone. Prints one JSON line.
+With GROUPS above 1 sglang's dispatcher turns the ids of the other groups' experts into -1, and the adapter buffers hold
+this group's experts alone. Three batches: adapters from the start, others that take their slots while serving, and one
+whose tokens all go to the first half of the experts. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ from toy_experts import ExpertsToy
 
 def main() -> None:
     rank, ranks, port = (int(argument) for argument in sys.argv[1:4])
-    expert_ranks = ranks if sys.argv[4] == "experts" else 1
-    toy.start_sglang("cpu", rank, ranks, port, expert_ranks)
-    model = ExpertsToy(torch.float16, "cpu", rank, ranks, expert_ranks)
-    manager = toy.make_manager(model, "csgmv", 4, {"a": 8, "b": 16, "c": 3}, torch.float16)
-    uids = ["a", None, "b", "a", "c"]
-    x = torch.randn(len(uids), model.hidden, generator=torch.Generator().manual_seed(7)).half()
-    with torch.inference_mode():
-        manager.fetch_new_loras(set(uids))
-        batch = toy.decode_batch(uids)  # lives as long as its forward, as in sglang
-        manager.prepare_lora_batch(batch)
-        got = model(x)
-        right = toy.expected(model, manager, uids, [1] * len(uids), x)
-        base = toy.expected(model, manager, [None] * len(uids), [1] * len(uids), x)
-    error, moved = (((y.double() - right).norm() / right.norm()).item() for y in (got, base))
+    groups = int(sys.argv[4])
+    toy.start_sglang("cpu", rank, ranks, port, groups)
+    model = ExpertsToy(torch.float16, "cpu", rank, ranks, groups)
+    manager = toy.make_manager(model, "csgmv", 4, {"a": 8, "b": 16, "c": 3, "d": 5, "e": 12}, torch.float16)
+    generator, errors, moves = torch.Generator().manual_seed(7), [], []
+    for uids, only in ((["a", None, "b", "a", "c"], 6), (["e", "d", None, "a", "d"], 6), (["b", "e", None], 3)):
+        model.only = only
+        x = torch.randn(len(uids), model.hidden, generator=generator).half()
+        with torch.inference_mode():
+            manager.fetch_new_loras(set(uids))
+            batch = toy.decode_batch(uids)  # lives as long as its forward, as in sglang
+            manager.prepare_lora_batch(batch)
+            got = model(x)
+            right = toy.expected(model, manager, uids, [1] * len(uids), x)
+            base = toy.expected(model, manager, [None] * len(uids), [1] * len(uids), x)
+        errors.append(((got.double() - right).norm() / right.norm()).item())
+        moves.append(((base - right).norm() / right.norm()).item())
     buffers = {name: list(layers[0].shape) for name, layers in manager.memory_pool.A_buffer.items()}
     overlay = sys.modules.get("lora_fastpath.registry")
     states = {name: entry.state.value for name, entry in overlay.registry.entries.items()} if overlay else {}
-    print(json.dumps({"error": error, "moved": moved, "buffers": buffers, "states": states}))
+    print(json.dumps({"error": max(errors), "moved": min(moves), "buffers": buffers, "states": states}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import torch
 
 
 class ExpertsToy(torch.nn.Module):
-    """Two layers of experts with a residual, normalized before; this rank's shard of each expert, or its own experts.
+    """Two layers of experts with a residual, normalized before; of `ranks` ranks, `expert_ranks` groups have experts of
+    their own, and the ranks of a group a shard of each.
 
     `full` keeps the whole weights, [layer] -> (gate_up [E, 2I, H], down [E, H, I]), the same on every rank.
     """
@@ -22,6 +23,8 @@ class ExpertsToy(torch.nn.Module):
     # No powers of two: tails in every direction of every kernel.
     hidden, intermediate, experts, taken = 80, 48, 6, 3
     target_modules = {"gate_up_proj", "down_proj"}
+    only = experts
+    """How many experts the routing chooses from."""
 
     def __init__(
         self,
@@ -59,11 +62,11 @@ class ExpertsToy(torch.nn.Module):
             down = random(self.experts, self.hidden, self.intermediate)
             self.full.append((gate_up, down))
             self.routers.append(4 * random(self.experts, self.hidden))
-            if expert_ranks > 1:
-                gate_up, down = (w.chunk(expert_ranks)[rank] for w in (gate_up, down))
-            else:
-                gate, up = (half.chunk(ranks, 1)[rank] for half in gate_up.chunk(2, 1))
-                gate_up, down = torch.cat([gate, up], 1), down.chunk(ranks, 2)[rank]
+            shards = ranks // expert_ranks
+            group, shard = divmod(rank, shards)
+            gate_up, down = (w.chunk(expert_ranks)[group] for w in (gate_up, down))
+            gate, up = (half.chunk(shards, 1)[shard] for half in gate_up.chunk(2, 1))
+            gate_up, down = torch.cat([gate, up], 1), down.chunk(shards, 2)[shard]
             layer.mlp.experts.w13_weight.data.copy_(gate_up)
             layer.mlp.experts.w2_weight.data.copy_(down)
             self.model.layers.append(layer)
@@ -71,6 +74,7 @@ class ExpertsToy(torch.nn.Module):
     def route(self, layer_id: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(weights, experts, logits) for the toy's input rows; in float64, so that no batch shape changes a choice."""
         logits = x.double() @ self.routers[layer_id].double().T
+        logits[:, self.only :] -= 100
         weights, experts = logits.softmax(-1).topk(self.taken)
         return weights / weights.sum(-1, keepdim=True), experts, logits
 

@@ -21,9 +21,9 @@ class Toy(torch.nn.Module):
     `full` keeps the whole weights, [layer][projection] -> [out, in], the same on every rank.
     """
 
-    hidden, heads, kv_heads, head_dim, intermediate = 256, 8, 2, 32, 384
+    hidden, heads, kv_heads, head_dim, intermediate = 256, 8, 4, 32, 384
     target_modules = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    widths = {"qkv_proj": (256, 64, 64), "o_proj": (256,), "gate_up_proj": (384, 384), "down_proj": (256,)}
+    widths = {"qkv_proj": (256, 128, 128), "o_proj": (256,), "gate_up_proj": (384, 384), "down_proj": (256,)}
     inputs = {"qkv_proj": 256, "o_proj": 256, "gate_up_proj": 256, "down_proj": 384}
 
     def __init__(self, dtype: torch.dtype, device: str, rank: int = 0, ranks: int = 1) -> None:
@@ -76,7 +76,7 @@ class Toy(torch.nn.Module):
 
     def adapted(self, rank: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """What an adapter of that rank has: path of a projection -> shapes of its A and B."""
-        shapes, width = {}, {"q_proj": 256, "k_proj": 64, "v_proj": 64, "o_proj": 256}
+        shapes, width = {}, {"q_proj": 256, "k_proj": 128, "v_proj": 128, "o_proj": 256}
         width |= {"gate_proj": 384, "up_proj": 384, "down_proj": 256}
         for layer in range(2):
             for name, out in width.items():

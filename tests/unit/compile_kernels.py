@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from lora_fastpath.kernels import expand, moe_activate, moe_expand, moe_route, moe_shrink, shrink
+from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_expand, moe_route, moe_shrink, shrink
 
 POINTERS = {"tiles": "*i32", "arrivals": "*i32", "counts": "*i32", "topk_ids": "*i32", "row_slots": "*i32"}
 POINTERS |= {"slot_ranks": "*i32", "parts": "*fp32", "weights": "*fp32"}
-UNSPECIALIZED = ("tokens", "pairs", "tile_programs")
+UNSPECIALIZED = ("tokens", "pairs", "tile_programs", "x_row_stride", "x_head_stride", "y_row_stride", "y_head_stride")
 
 
 def kernels():
@@ -31,6 +31,9 @@ def kernels():
     for rows, columns, k in ((1, 16, 256), (16, 16, 256), (64, 64, 128)):
         sizes = dict(K=4096, N=48, SLICES=3, SPLIT_K=8, BLOCK_ROWS=rows, BLOCK_N=columns, BLOCK_K=k)
         yield f"shrink {rows}", shrink._shrink_kernel, sizes, 4, 3, ()
+    for rows, k, n, add in ((1, 128, 16, False), (16, 512, 16, False), (16, 16, 512, True), (64, 128, 128, True)):
+        sizes = dict(K=k, N=n, ADD=add, BLOCK_ROWS=rows, BLOCK_K=min(128, k), BLOCK_N=max(16, min(128, n)), PDL=True)
+        yield f"heads {rows} {k} {n}", heads_product._heads_kernel, sizes, 4, 2, ()
     for rows in (16, 64):
         for rank in (8, 16, 64, 128):
             block_r = max(16, rank)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import engine_ab  # noqa: E402
 import engine_pool  # noqa: E402
 import model_folder  # noqa: E402
+import real_weights  # noqa: E402
 from kernel_table import kernel_table  # noqa: E402
 
 sys.path.remove(str(ROOT / "benchmarks"))
@@ -352,3 +353,33 @@ class TestReport:
 
     def test_the_committed_pages_say_what_the_results_say(self, report):
         assert report.main(["--check"]) == 0
+
+
+def answer(tokens: str, runner_up: str = "zzzz", margin: float = 1.0) -> dict:
+    top = [[[-1.0, ord(a)], [-1.0 - margin, ord(b)]] for a, b in zip(tokens, runner_up)]
+    return {"tokens": [ord(t) for t in tokens], "logprobs": [-1.0] * len(tokens), "top": top}
+
+
+def test_a_first_difference_is_a_tie_only_between_the_two_best_that_are_near():
+    stock = [answer("abcd"), answer("abcd", "zzxz", 0.01), answer("abcd", "zzxz", 0.5), answer("abcd", "zzxz", 0.01)]
+    ours = [answer("abcd"), answer("abxy"), answer("abxy"), answer("abyy")]
+    found = real_weights.compare(stock, ours, tie=0.1)
+    assert found["prompts_equal"] == 1 and found["tokens_before_difference"] == 4 + 2 + 2 + 2
+    assert found["differences_that_are_no_tie"] == [2, 3]
+    assert found["largest_margin_at_difference"] == pytest.approx(0.5)
+
+
+def test_logprobs_are_compared_up_to_the_first_difference():
+    stock, ours = [answer("abcd", "zzxz")], [answer("abxd")]
+    ours[0]["logprobs"] = [-1.0, -1.25, -9.0, -9.0]
+    assert real_weights.compare(stock, ours, tie=2.0)["largest_logprob_difference"] == pytest.approx(0.25)
+
+
+def test_fp8_blocks_stand_for_the_weight():
+    import torch
+
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)).half()
+    codes, scales = real_weights.fp8_blocks(weight)
+    assert codes.shape == weight.shape and scales.shape == (2, 3)
+    back = codes.float() * scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    assert ((back - weight.float()).norm() / weight.float().norm()).item() < 0.04

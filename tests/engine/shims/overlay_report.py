@@ -25,6 +25,7 @@ SHAPES = {
     "moe_shrink": lambda given: (given["slices"], given["route"].pairs),
     "moe_activate": lambda given: (2, given["route"].pairs),
     "moe_expand": lambda given: (1, given["route"].pairs),
+    "heads_product": lambda given: (1, len(given["x"])),
 }
 """Launcher, and module under lora_fastpath.kernels: the slices and rows of a launch from its arguments by name. A row
 of the expert kernels is a pair of a token and an expert."""
@@ -74,13 +75,16 @@ def report() -> dict:
 
 
 def foreign() -> list[str]:
-    """The methods of sglang's LoRA classes whose code comes from another file than their class does.
+    """The methods of sglang's LoRA classes whose code comes from another file than their class does, and its functions
+    that are no functions.
 
     Left out is what Python itself makes: the methods of enums and dataclasses.
     """
     found = []
     for module in [module for name, module in sys.modules.items() if name.startswith("sglang.srt.lora.")]:
-        for cls in vars(module).values():
+        for name, cls in vars(module).items():
+            if type(cls).__name__ == "FunctionWrapper" and cls.__module__ == module.__name__:
+                found.append(name)
             if not isinstance(cls, type) or cls.__module__ != module.__name__ or issubclass(cls, enum.Enum):
                 continue
             for name, value in vars(cls).items():
