@@ -159,8 +159,8 @@ def main() -> int:
     engines, answers, sites = [], {}, {}
     try:
         for name, port in zip(names, free_ports(len(names))):
-            backend, overlay = engine_ab.ENGINES[name]
-            engine = settings | {"nccl_port": port, "enable_lora": True, "lora_backend": backend}
+            own, overlay = engine_ab.ENGINES[name]
+            engine = settings | own | {"nccl_port": port, "enable_lora": True}
             engine |= {"lora_paths": adapters, "max_loras_per_batch": len(adapters) + 1}
             worker = {"engine": engine, "vocabulary": config["vocab_size"]}
             engines.append(EngineProcess(name, worker, environment(overlay, extra), args.out / f"{name}.log"))

@@ -25,6 +25,9 @@ import triton.language as tl
 
 from lora_fastpath.kernels.launch import launch, power_of_2
 
+CHUNK = 1024
+"""Pairs that are counted at a time; one size for all batches, so that serving compiles nothing."""
+
 _HEADER = 4
 HEADER = tl.constexpr(_HEADER)
 
@@ -132,15 +135,14 @@ def _moe_route_kernel(
 def moe_route(route: Route) -> None:
     """Fill route.tiles."""
     bins = route.counts.shape[1]
-    chunk = max(16, min(2048, power_of_2(route.pairs)))
     launch(
         _moe_route_kernel,
         route.experts,
         (1,),
         (route.topk_ids, route.row_slots, route.slot_ranks, route.tiles, route.counts),
         (route.pairs, route.experts),
-        (route.top_k, bins, route.block_rows, chunk),
-        {"num_warps": 4 if max(bins, chunk) <= 256 else 16 if max(bins, chunk) <= 1024 else 32},
+        (route.top_k, bins, route.block_rows, CHUNK),
+        {"num_warps": 16 if bins <= 1024 else 32},
     )
 
 

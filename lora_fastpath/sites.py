@@ -66,6 +66,14 @@ SITES = (
         requires=("adapters",),
     ),
     Site(
+        name="fix-deepseek-experts",
+        module=LAYERS,
+        targets={"FusedMoEWithLoRA.__init__": ("self", "base_layer", "lora_backend")},
+        releases=RELEASES,
+        patch="lora_fastpath.patches.fix_deepseek_experts",
+        differs="with adapters on a DeepSeek model's experts stock's scheduler dies in the first prefill: here it serves",
+    ),
+    Site(
         name="fix-stale-experts",
         module="sglang.srt.lora.mem_pool",
         targets={

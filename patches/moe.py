@@ -33,6 +33,8 @@ SITE_OF_LAYER = {"FusedMoEWithLoRA": "moe"}
 BLOCK_ROWS = {4096: 16, 2**62: 64}
 """Pairs up to -> rows a tile of the LoRA kernels."""
 
+FEW_PAIRS = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
@@ -136,10 +138,13 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
     return gemms.sum_over_experts(y)
 
 
-def _parts(pairs: int, a: torch.Tensor) -> torch.Tensor:
-    """Room for what a shrink with `a` writes, [SPLIT_K, P, N]; K is split where the pairs alone are too few blocks."""
+def _parts(pairs: int, a: torch.Tensor, split_k: int = 4) -> torch.Tensor:
+    """Room for what a shrink with `a` writes, [SPLIT_K, P, N]; K is split where the pairs alone are too few blocks.
+
+    In two ways only, both self-checked: a further one would be compiled in the middle of serving.
+    """
     _, _, n, k = a.shape
-    split_k = max(1, min(8, 512 // pairs, k // 256))
+    split_k = 1 if pairs > FEW_PAIRS else max(1, min(split_k, k // 256))
     return a.new_empty((split_k, pairs, n), dtype=torch.float32)
 
 
@@ -187,19 +192,41 @@ def self_check(experts: Experts) -> str:
         device=experts.down_a.device,
         shared_outer=experts.gate_up_a.shape[1] < experts.count,
     )
-    for block_rows in BLOCK_ROWS.values():
-        if miss := _check_kernels(experts, case, block_rows):
+    for block_rows, split_k in ((16, 4), (16, 1), (64, 1)):  # what `run` chooses from
+        if miss := _check_kernels(experts, case, block_rows, split_k):
             return f"self-check at {block_rows} rows a tile, H {hidden}, I {intermediate}, rank {rank}: {miss}"
-    return _check_activation(experts, case) if case.x.is_cuda else ""
+    return _check_route(experts) or (_check_activation(experts, case) if case.x.is_cuda else "")
 
 
-def _check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, block_rows: int) -> str:
+def _check_route(experts: Experts) -> str:
+    """The routing with as many slots and experts as this layer has."""
+    device, slots = experts.down_a.device, experts.down_a.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    topk_ids = torch.randint(-1, experts.count + 1, (50, 8), generator=generator, dtype=torch.int32)
+    row_slots = torch.randint(-1, slots, (50,), generator=generator, dtype=torch.int32)
+    ranks = (torch.arange(slots, dtype=torch.int32) + 1) % 4  # every fourth slot is empty
+    wanted = {
+        pair: (slot, expert, int(ranks[slot]))
+        for pair, (slot, expert) in enumerate(zip(row_slots.repeat_interleave(8).tolist(), topk_ids.flatten().tolist()))
+        if slot >= 0 and ranks[slot] > 0 and 0 <= expert < experts.count
+    }
+    for block_rows in BLOCK_ROWS.values():
+        route = new_route(topk_ids.to(device), row_slots.to(device), ranks.to(device), experts.count, block_rows)
+        moe_route(route)
+        lines = route.tiles.tolist()
+        pairs = [(pair, tuple(line[:3])) for line in lines[: lines[0][3]] for pair in line[4:] if pair >= 0]
+        if len(pairs) != len(wanted) or dict(pairs) != wanted:
+            return f"self-check of the routing, {block_rows} rows a tile: {len(pairs)} pairs, expected {len(wanted)}"
+    return ""
+
+
+def _check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, block_rows: int, split_k: int = 4) -> str:
     route = case.route(block_rows)
-    h = _parts(route.pairs, case.gate_up_a).fill_(float("nan"))
+    h = _parts(route.pairs, case.gate_up_a, split_k).fill_(float("nan"))
     moe_shrink(case.x, case.gate_up_a, route, h, slices=2)
     activated = torch.full_like(case.activated, float("nan"))
     experts.activate(case.gate_up, h, case.gate_up_b, route, activated)
-    h_down = _parts(route.pairs, case.down_a).fill_(float("nan"))
+    h_down = _parts(route.pairs, case.down_a, split_k).fill_(float("nan"))
     moe_shrink(case.activated, case.down_a, route, h_down, slices=1)
     y = case.y.flatten(0, 1).clone()
     moe_expand(h_down, case.down_b, case.weights, route, y, pdl=experts.pdl)

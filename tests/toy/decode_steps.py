@@ -89,6 +89,10 @@ def main() -> None:
     sites = {name: entry.state.name.lower() for name, entry in overlay.registry.entries.items()} if overlay else {}
     facts = {"steps": args.steps, "graphs": len(graphs), "unequal": unequal, "base_unequal": base_unequal}
     facts |= {"error": worst, "moved": moved}
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+
+    experts = [module for module in model.modules() if isinstance(module, FusedMoEWithLoRA)]
+    facts["as_deepseek_reads_them"] = all(hasattr(layer, "moe_runner_config") for layer in experts)
     stock_prepared = manager.lora_fastpath.prepares_stock if sites else True
     print(json.dumps(facts | {"prefill_error": prefill, "stock_prepared": stock_prepared, "sites": sites}))
 

@@ -140,6 +140,21 @@ def test_experts_are_float64(monkeypatch, path):
     torch.testing.assert_close(got.double(), right, rtol=1e-2, atol=1e-2)
 
 
+@interpreted
+def test_the_routing_is_self_checked_at_the_layers_own_size(monkeypatch):
+    case = case_of(5)
+    experts = expert_layer(None, 5, case, monkeypatch).lora_fastpath
+    assert moe._check_route(experts) == ""
+    right = moe.moe_route
+
+    def wrong(route) -> None:
+        right(route)
+        route.tiles[0, 1] += 1  # another expert
+
+    monkeypatch.setattr(moe, "moe_route", wrong)
+    assert "self-check of the routing, 16 rows a tile" in moe._check_route(experts)
+
+
 HEADS, NOPE, V, LATENT, RANK = 2, 24, 40, 72, 8
 
 
