@@ -80,8 +80,8 @@ def _activate_tile(
     tl.store(out_ptr + pair[:, None] * out_row_stride + n[None, :], out.to(out_ptr.dtype.element_ty), mask=at_live)
 
 
-# The number of pairs changes with every prefill: specializing on it would compile in the middle of serving.
-@triton.jit(do_not_specialize=["pairs", "tile_programs"])
+# Left open for the reasons that moe_route.py gives.
+@triton.jit(do_not_specialize=["pairs", "tile_programs", "experts", "top_k"])
 def _moe_activate_kernel(
     gate_up_ptr,
     h_ptr,
@@ -94,13 +94,13 @@ def _moe_activate_kernel(
     pairs,
     tile_programs,
     experts,
+    top_k,
     gate_up_row_stride,
     b_slot_stride,
     b_expert_stride,
     out_row_stride,
     I: tl.constexpr,  # noqa: E741
     R: tl.constexpr,
-    TOP_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -123,7 +123,7 @@ def _moe_activate_kernel(
             )  # fmt: skip
     else:
         pair = (program - tile_programs) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        slot, expert = slot_of(pair, pair < pairs, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, TOP_K)
+        slot, expert = slot_of(pair, pair < pairs, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, top_k)
         live = (slot < 0) & (expert >= 0)
         pair = pair.to(tl.int64)
         at = pair[:, None] * gate_up_row_stride + n[None, :]
@@ -159,10 +159,10 @@ def moe_activate(
     strides = (gate_up.stride(0), b.stride(0), expert_stride(b), out.stride(0))
     launch(
         _moe_activate_kernel,
-        (gate_up.dtype, route.experts, strides, num_warps),
+        (gate_up.dtype, strides, num_warps),
         (cdiv(intermediate, block_n), tile_programs + cdiv(route.pairs, route.block_rows)),
         (gate_up, h, b, out, route.topk_ids, route.row_slots, route.slot_ranks, route.tiles),
-        (route.pairs, tile_programs, route.experts, *strides),
-        (intermediate, r, route.top_k, h.shape[0], route.block_rows, block_n, block_r, fast_math, pdl),
+        (route.pairs, tile_programs, route.experts, route.top_k, *strides),
+        (intermediate, r, h.shape[0], route.block_rows, block_n, block_r, fast_math, pdl),
         {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

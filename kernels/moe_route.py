@@ -68,17 +68,18 @@ def new_route(
 
 
 @triton.jit
-def slot_of(pair, live, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, TOP_K: tl.constexpr):
+def slot_of(pair, live, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, top_k):
     """(slot, expert) of each pair; slot is -1 where the pair gets no delta, expert -1 where it is on another rank."""
     expert = tl.load(topk_ids_ptr + pair, mask=live, other=-1)
     adapted = (expert >= 0) & (expert < experts)
-    slot = tl.load(row_slots_ptr + pair // TOP_K, mask=live & adapted, other=-1)
+    slot = tl.load(row_slots_ptr + pair // top_k, mask=live & adapted, other=-1)
     rank = tl.load(slot_ranks_ptr + slot, mask=slot >= 0, other=0)
     return tl.where(rank > 0, slot, -1), expert
 
 
-# The number of pairs changes with every prefill: specializing on it would compile in the middle of serving.
-@triton.jit(do_not_specialize=["pairs"])
+# The number of pairs changes with every prefill, and specializing on it would compile in the middle of serving; the other
+# two are left open so that the self-check, which makes do with few experts, compiles what will be launched.
+@triton.jit(do_not_specialize=["pairs", "experts", "top_k"])
 def _moe_route_kernel(
     topk_ids_ptr,
     row_slots_ptr,
@@ -87,7 +88,7 @@ def _moe_route_kernel(
     counts_ptr,
     pairs,
     experts,
-    TOP_K: tl.constexpr,
+    top_k,
     BINS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -98,7 +99,7 @@ def _moe_route_kernel(
     tl.debug_barrier()
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        slot, expert = slot_of(pair, pair < pairs, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, TOP_K)
+        slot, expert = slot_of(pair, pair < pairs, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, top_k)
         tl.atomic_add(counts_ptr + slot * experts + expert, 1, mask=slot >= 0, sem="relaxed")
     tl.debug_barrier()
 
@@ -124,7 +125,7 @@ def _moe_route_kernel(
 
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        slot, expert = slot_of(pair, pair < pairs, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, TOP_K)
+        slot, expert = slot_of(pair, pair < pairs, topk_ids_ptr, row_slots_ptr, slot_ranks_ptr, experts, top_k)
         own = slot * experts + expert
         place = tl.atomic_add(counts_ptr + own, 1, mask=slot >= 0, sem="relaxed")
         tile = tl.load(first_ptr + own, mask=slot >= 0, other=0, cache_modifier=".cg") + place // BLOCK_ROWS
@@ -137,11 +138,11 @@ def moe_route(route: Route) -> None:
     bins = route.counts.shape[1]
     launch(
         _moe_route_kernel,
-        route.experts,
+        (),
         (1,),
         (route.topk_ids, route.row_slots, route.slot_ranks, route.tiles, route.counts),
-        (route.pairs, route.experts),
-        (route.top_k, bins, route.block_rows, CHUNK),
+        (route.pairs, route.experts, route.top_k),
+        (bins, route.block_rows, CHUNK),
         {"num_warps": 16 if bins <= 1024 else 32},
     )
 

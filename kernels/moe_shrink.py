@@ -24,21 +24,21 @@ from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
 from lora_fastpath.kernels.moe_route import Route, expert_stride, load_tile
 
 
-# The number of pairs changes with every prefill: specializing on it would compile in the middle of serving.
-@triton.jit(do_not_specialize=["pairs"])
+# Left open for the reasons that moe_route.py gives.
+@triton.jit(do_not_specialize=["pairs", "rows_share"])
 def _moe_shrink_kernel(
     x_ptr,
     a_ptr,
     h_ptr,
     tiles_ptr,
     pairs,
+    rows_share,
     x_row_stride,
     a_slot_stride,
     a_expert_stride,
     K: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
-    ROWS_SHARE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -53,7 +53,7 @@ def _moe_shrink_kernel(
     steps: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     even: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     k = part * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
-    x_lines = x_ptr + (pair // ROWS_SHARE)[:, None] * x_row_stride
+    x_lines = x_ptr + (pair // rows_share)[:, None] * x_row_stride
     a_lines = a_ptr + slot.to(tl.int64) * a_slot_stride + expert.to(tl.int64) * a_expert_stride + n[:, None] * K
     h = tl.zeros((BLOCK_ROWS, BLOCK_N), dtype=tl.float32)
     for _ in range(steps):
@@ -88,7 +88,7 @@ def moe_shrink(
         (x.dtype, strides, num_warps, num_stages),
         (route.tiles.shape[0], cdiv(n, block_n), h.shape[0]),
         (x, a, h, route.tiles),
-        (route.pairs, *strides),
-        (k, n, n // slices, route.pairs // x.shape[0], h.shape[0], route.block_rows, block_n, block_k),
+        (route.pairs, route.pairs // x.shape[0], *strides),
+        (k, n, n // slices, h.shape[0], route.block_rows, block_n, block_k),
         {"num_warps": num_warps, "num_stages": num_stages},
     )

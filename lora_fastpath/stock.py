@@ -157,8 +157,11 @@ def unserved_experts(layer: torch.nn.Module) -> str:
         return f"its experts run on {runner.runner_backend.value}, the overlay serves triton"
     if not get_moe_a2a_backend().is_none():
         return f"--moe-a2a-backend is {get_moe_a2a_backend().value}, the overlay serves none"
-    if get_global_server_args().enable_fused_moe_sum_all_reduce:
+    args = get_global_server_args()
+    if args.enable_fused_moe_sum_all_reduce:
         return "--enable-fused-moe-sum-all-reduce is set: it has no place for the down delta"
+    if args.enable_eplb or args.ep_num_redundant_experts or args.init_expert_location not in (None, "trivial"):
+        return "experts are moved or copied between ranks (EPLB), and the adapters' experts are not"
     config = runner.config
     if config.activation != "silu" or not config.is_gated:
         return f"its activation is {'' if config.is_gated else 'ungated '}{config.activation}, the overlay serves gated silu"
@@ -171,6 +174,11 @@ def unserved_experts(layer: torch.nn.Module) -> str:
     if quant.use_fp8_w8a8 and quant.block_shape is None:
         return "its experts are FP8 with one scale a tensor, the overlay serves FP8 blocks and no quantization"
     return ""
+
+
+def expert_widths(layer: torch.nn.Module) -> tuple[int, int]:
+    """Columns that the layer's two grouped GEMMs write: (2I, H)."""
+    return layer._quant_info.w13_weight.shape[1], layer._quant_info.w2_weight.shape[1]
 
 
 def is_standard_topk(topk_output: Any) -> bool:

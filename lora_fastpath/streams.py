@@ -54,10 +54,12 @@ class Lane:
             return
         main = torch.cuda.current_stream()
         self._side.wait_event(self._fork)
-        with torch.cuda.stream(self._side):
-            yield
-            self._join.record()
-        main.wait_event(self._join)
+        try:
+            with torch.cuda.stream(self._side):
+                yield
+        finally:  # whatever the body has queued is still to be waited for, and a capture must not end with a loose stream
+            self._join.record(self._side)
+            main.wait_event(self._join)
 
 
 class Lanes:

@@ -97,7 +97,7 @@ class AdapterMap:
         slots, adapters = stock.request_slots(self._manager, forward_batch)
         per_request = stock.rows_per_request(forward_batch)
         rows = int(per_request.sum())
-        static = stock.may_replay(self._manager, forward_batch) and rows <= self._static_rows
+        static = stock.may_replay(self._manager, forward_batch) and 0 < rows <= self._static_rows
         capturing = stock.capturing()
         if capturing and not static:
             raise ValueError(f"a graph of {rows} rows is captured, {self._static_rows} were announced")

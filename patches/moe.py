@@ -78,17 +78,22 @@ def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor
         return stock.combine(layer, out)
     x = dispatched.hidden_states
     if not stock.is_standard_topk(dispatched.topk_output) or x.dim() != 2 or x.shape[0] != batch.rows:
-        # Not the rows that were mapped: sglang's own mapping decides.
-        experts.adapter_map.fall_back(f"experts got {tuple(x.shape)} where the batch has {batch.rows} rows", say=True)
+        # Not the rows that were mapped, or routing of another kind: sglang's own mapping decides.
+        kind = type(dispatched.topk_output).__name__
+        experts.adapter_map.fall_back(
+            f"experts got {tuple(x.shape)} and a {kind} where the batch has {batch.rows} rows", say=True
+        )
         return wrapped(*args, **kwargs)
     try:
         out = run(experts, layer, dispatched, batch)
     except Exception as error:  # noqa: BLE001 - the input is untouched, so stock can still serve the layer
         reason = f"{type(error).__name__}: {error}"
-        experts.adapter_map.fall_back(reason)
-        registry.decline(experts.site, reason, failed=True)
-        return wrapped(*args, **kwargs)
-    return stock.combine(layer, out)
+    else:
+        return stock.combine(layer, out)
+    # Not in the handler: its traceback keeps the buffers of `run`, and stock may need the memory.
+    experts.adapter_map.fall_back(reason)
+    registry.decline(experts.site, reason, failed=True)
+    return wrapped(*args, **kwargs)
 
 
 def _dispatch(layer: Any, hidden_states: torch.Tensor, topk_output: Any, **_: Any) -> Any:
@@ -97,15 +102,13 @@ def _dispatch(layer: Any, hidden_states: torch.Tensor, topk_output: Any, **_: An
 
 def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tensor:
     """The layer's output [T, H] for a batch with adapters, before any reduction over ranks."""
-    x, topk_ids = dispatched.hidden_states, dispatched.topk_output.topk_ids
-    weights = dispatched.topk_output.topk_weights
-    for name, tensor, dtype in (
-        ("input", x, experts.down_a.dtype),
-        ("expert ids", topk_ids, torch.int32),
-        ("routing weights", weights, torch.float32),
-    ):
-        if tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name}: {tensor.dtype} of strides {tensor.stride()}, expected contiguous {dtype}")
+    x, topk = dispatched.hidden_states, dispatched.topk_output
+    if x.dtype != experts.down_a.dtype or not x.is_contiguous():
+        raise ValueError(f"input: {x.dtype} of strides {x.stride()}, expected contiguous {experts.down_a.dtype}")
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    # For our kernels alone; sglang makes both so for nearly every model.
+    topk_ids, weights = topk.topk_ids.to(torch.int32).contiguous(), topk.topk_weights.float().contiguous()
     pairs, width = topk_ids.numel(), experts.gate_up_b.shape[2]
     block_rows = next(rows for most, rows in BLOCK_ROWS.items() if pairs <= most)
     route = new_route(topk_ids, batch.row_slots, batch.slot_ranks, experts.count, block_rows)
@@ -172,6 +175,8 @@ def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
             or buffer.stride()[2:] != (columns, 1)
         ):
             raise Unfit(f"adapter buffers {[tuple(b.shape) for b in buffers]} do not fit each other")
+    if (found := stock.expert_widths(layer)) != (width, hidden):
+        raise Unfit(f"the experts' weights are {found} wide, the adapters {(width, hidden)}")
     capability = torch.cuda.get_device_capability(down_a.device) if down_a.is_cuda else (0, 0)
     fast_math, pdl = (0, 0) < capability < (10, 0), capability >= (9, 0)
     return Experts(site, adapter_map, *buffers, stock.runner_without_lora(layer), fast_math, pdl)

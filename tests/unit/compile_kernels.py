@@ -19,7 +19,18 @@ from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_expan
 
 POINTERS = {"tiles": "*i32", "arrivals": "*i32", "counts": "*i32", "topk_ids": "*i32", "row_slots": "*i32"}
 POINTERS |= {"slot_ranks": "*i32", "parts": "*fp32", "weights": "*fp32"}
-UNSPECIALIZED = ("tokens", "pairs", "tile_programs", "x_row_stride", "x_head_stride", "y_row_stride", "y_head_stride")
+UNSPECIALIZED = (
+    "tokens",
+    "pairs",
+    "tile_programs",
+    "experts",
+    "top_k",
+    "rows_share",
+    "x_row_stride",
+    "x_head_stride",
+    "y_row_stride",
+    "y_head_stride",
+)
 
 
 def kernels():
@@ -38,17 +49,17 @@ def kernels():
         for rank in (8, 16, 64, 128):
             block_r = max(16, rank)
             at, h = f"{rows} rank {rank}", ("h",)
-            sizes = dict(K=2048, N=2 * rank, R=rank, ROWS_SHARE=8, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_N=32)
+            sizes = dict(K=2048, N=2 * rank, R=rank, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_N=32)
             sizes["BLOCK_K"] = 256 if rows == 16 else 64
             yield f"moe shrink {at}", moe_shrink._moe_shrink_kernel, sizes, 4, 3, h
-            sizes = dict(I=768, R=rank, TOP_K=8, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_R=block_r, FAST_MATH=True, PDL=True)
+            sizes = dict(I=768, R=rank, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_R=block_r, FAST_MATH=True, PDL=True)
             sizes["BLOCK_N"] = max(16, min(128, 4096 // max(block_r, rows)))
             yield f"moe activate {at}", moe_activate._moe_activate_kernel, sizes, 4, 1, h
             sizes = dict(H=2048, R=rank, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_R=block_r, PDL=True)
             sizes["BLOCK_N"] = max(16, min(128, 8192 // max(block_r, rows)))
             yield f"moe expand {at}", moe_expand._moe_expand_kernel, sizes, 4, 1, h
     for bins, chunk, warps in ((256, 16, 4), (1024, 2048, 32), (8192, 2048, 32)):
-        sizes = dict(TOP_K=8, BINS=bins, BLOCK_ROWS=16, CHUNK=chunk)
+        sizes = dict(BINS=bins, BLOCK_ROWS=16, CHUNK=chunk)
         yield f"moe route {bins}", moe_route._moe_route_kernel, sizes, warps, 3, ()
 
 
