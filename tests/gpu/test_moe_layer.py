@@ -48,8 +48,6 @@ def expected(layer, x: torch.Tensor, topk, slots: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(x, dtype=torch.float64)
     for t, (slot, ids, weights) in enumerate(zip(slots.tolist(), topk.topk_ids.tolist(), topk.topk_weights.tolist())):
         for expert, weight in zip(ids, weights):
-            if expert < 0:
-                continue
             row = x[t].double()
             gate_up = w13[expert] @ row
             if slot >= 0:
@@ -73,7 +71,6 @@ def test_layer_is_float64(layers, model, tolerance, tokens, path):
     layer = made[model]
     x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
     topk = bench.routing(tokens, 16, 4)
-    topk.topk_ids[::3, 1] = -1 if tokens > 3 else topk.topk_ids[::3, 1]
     slots = torch.arange(tokens, dtype=torch.int32, device="cuda") % 5 - 1
     slots[0] = 2
     with torch.inference_mode():
