@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,15 @@ def sglang(tmp_path) -> Path:
     methods: dict[str, dict[str, list[str]]] = {}
     for site in SITES:
         for target, parameters in site.targets.items():
-            owner, method = target.split(".")
+            owner, _, name = target.rpartition(".")
             methods.setdefault(site.module, {}).setdefault(owner, []).append(
-                f"    def {method}({', '.join(parameters)}): return 'stock'"
+                f"    def {name}({', '.join(parameters)}): return 'stock'"
             )
     root = tmp_path / "packages"
     for module, classes in methods.items():
-        body = "\n".join(f"class {owner}:\n" + "\n".join(lines) for owner, lines in classes.items())
+        bodies = {owner: "\n".join(lines) for owner, lines in classes.items()}
+        functions = textwrap.dedent(bodies.pop("", ""))  # of the module itself
+        body = "\n".join([functions, *(f"class {owner}:\n{lines}" for owner, lines in bodies.items())])
         write_package(root, module, f"print('noise of {module}')\n{body}\n")
     metadata = root / "sglang-0.5.12.post1.dist-info" / "METADATA"
     metadata.parent.mkdir()
