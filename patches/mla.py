@@ -46,6 +46,7 @@ class Correction:
     def mark(self, *_: Any) -> None:
         """A forward hook: what the module before returned is the input of the next correction."""
         batch = self.adapter_map.batch
+        self.h = None  # of a mark that no correction has used: a forward that is not absorbed, a fall back
         if batch is not None and batch.path is Path.TWO_STREAMS:
             self.h = self._new_h(batch.rows)
             self.adapter_map.lanes.current().fork()

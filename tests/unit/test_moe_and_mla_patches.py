@@ -264,6 +264,20 @@ def test_both_corrections_are_float64(path):
 
 
 @interpreted
+def test_a_mark_that_no_correction_has_used_is_forgotten():
+    """A batch that is not absorbed leaves it; the next one may have other rows and one stream."""
+    correction, eager = correction_of(Path.TWO_STREAMS), correction_of(Path.ONE_STREAM, rows=1)
+    correction.mark()
+    assert len(correction.h) == 3
+    correction.adapter_map.batch = eager.adapter_map.batch
+    correction.mark()
+    assert correction.h is None
+    y = random(1, HEADS, LATENT)
+    before = y.clone()
+    assert ask_q(correction, random(1, HEADS, NOPE), y) is y and not torch.equal(y, before)
+
+
+@interpreted
 def test_a_correction_is_self_checked(monkeypatch):
     correction, right = correction_of(None), mla.heads_product
     assert mla.self_check(correction) == ""
