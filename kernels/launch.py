@@ -1,8 +1,8 @@
 """Launching a Triton kernel again without having its arguments analysed again.
 
-Triton looks at every argument of every launch to find the compiled variant that fits: 20 us and more for a kernel with as
-many arguments as ours, which is what a prefill too small to fill the GPU waits for. A caller that knows what its variant
-depends on names that as a key, and the second launch with an equal key goes straight to the compiled kernel.
+Triton looks at every argument of every launch to find the compiled variant that fits, and a prefill too small to fill the
+GPU waits for the host. A caller that knows what its variant depends on names that as a key, and the second launch with an
+equal key goes straight to the compiled kernel: the two launches of a dense delta take 51 us instead of 74 (H200 machine).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _compiled: dict[tuple, Any] = {}
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. Triton's own takes 3 us on the host, as it serves kernels too."""
+    """a / b rounded up. Triton's own is slow on the host, as it serves kernels too."""
     return -(-a // b)
 
 

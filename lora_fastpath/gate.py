@@ -30,7 +30,7 @@ def choose(
     if capturing:
         return Path.ONE_STREAM, f"{rows} rows are over the two-stream limit of {max_tokens}"
     if active or replayable:
-        # Launched one by one, the host is what a small batch waits for: 130 us a layer with two streams, 74 with one
+        # Launched one by one, the host is what a small batch waits for: 99 us a layer with two streams, 51 with one
         # (H200 machine, 16 and 128 rows). A prefill of thousands of rows fills the GPU by itself.
         return Path.ONE_STREAM, "no graph: forking costs the host more than it hides"
     return Path.BASE, "no request has an adapter"

@@ -71,7 +71,10 @@ SITES = (
         targets={"FusedMoEWithLoRA.__init__": ("self", "base_layer", "lora_backend")},
         releases=RELEASES,
         patch="lora_fastpath.patches.fix_deepseek_experts",
-        differs="with adapters on a DeepSeek model's experts stock's scheduler dies in the first prefill: here it serves",
+        differs=(
+            "with adapters on a DeepSeek model's experts stock's prefill reads an attribute that the LoRA layer lacks: here it "
+            "has it"
+        ),
     ),
     Site(
         name="fix-stale-experts",

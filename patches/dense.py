@@ -74,7 +74,8 @@ LARGEST_BATCH_OF_TILES = {
 
 LONG_WEIGHT = 2**24
 """Elements of a weight beside whose GEMM there is time for few long blocks, which leave the GEMM its SMs: Qwen3-8B's
-layers at 256 rows lose 34 us with them and 51 with many short ones, Qwen3-30B-A3B's smaller ones 19 and 10 (H200)."""
+layers at 256 rows lose 37 us with blocks of 2,048 and 51 with blocks of 512; Qwen3-30B-A3B's smaller ones lose 19 with
+blocks of 1,024 and 10 with blocks of 512 (H200, one adapter, benchmarks/dense_layers.py)."""
 
 SITE_OF_LAYER = {
     "QKVParallelLinearWithLoRA": "qkv",

@@ -1,6 +1,6 @@
 """Site `fix-deepseek-experts`: FusedMoEWithLoRA. DeepSeek's eager forward reads `moe_runner_config` of its experts.
 
-sglang 0.5.12.post1's LoRA layer around them has no such attribute, so the first prefill kills the scheduler.
+sglang 0.5.12.post1's LoRA layer around them has no such attribute.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def stub(tmp_path_factory) -> pathlib.Path:
 def engine(models, stub, tmp_path_factory, pytestconfig, request):
     """engine(group, run name): the harness.Result of that run. Starts the group's engines on first use.
 
-    Two groups serve side by side, an engine keeps one core busy. When most of the tests are to run, all groups start at
+    Two groups serve side by side. When most of the tests are to run, all groups start at
     once; otherwise only those that are asked for.
     """
     out = tmp_path_factory.mktemp("engines")
