@@ -162,7 +162,6 @@ def expand(
     *,
     ends: tuple[int, ...],
     block_n: int = 128,
-    num_warps: int = 4,
     pdl: bool = False,
 ) -> None:
     """Launch one expand (shapes above), in place on `y`."""
@@ -174,10 +173,10 @@ def expand(
     )  # fmt: skip
     launch(
         _expand_kernel,
-        (y.dtype, strides, num_warps),
+        (y.dtype, strides),
         (blocks, tiles.shape[0]),
         (h, b, y, tiles),
         strides,
         constants,
-        {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
+        {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

@@ -27,10 +27,7 @@ import triton
 import triton.language as tl
 
 from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
-from lora_fastpath.kernels.moe_route import Route, expert_stride, load_b, load_h, load_tile, slot_of
-
-TILE_PROGRAMS = 256
-"""Most blocks along the tiles: the table has lines for the worst mix of adapters, far more than a batch uses. Not tuned."""
+from lora_fastpath.kernels.moe_route import TILE_PROGRAMS, Route, expert_stride, load_b, load_h, load_tile, slot_of
 
 
 @triton.jit
@@ -141,7 +138,6 @@ def moe_activate(
     out: torch.Tensor,
     *,
     block_n: int | None = None,
-    num_warps: int = 4,
     fast_math: bool = False,
     pdl: bool = False,
 ) -> None:
@@ -158,10 +154,10 @@ def moe_activate(
     strides = (gate_up.stride(0), b.stride(0), expert_stride(b), out.stride(0))
     launch(
         _moe_activate_kernel,
-        (gate_up.dtype, strides, num_warps),
+        (gate_up.dtype, strides),
         (cdiv(intermediate, block_n), tile_programs + cdiv(route.pairs, route.block_rows)),
         (gate_up, h, b, out, route.topk_ids, route.row_slots, route.slot_ranks, route.tiles),
         (route.pairs, tile_programs, route.experts, route.top_k, *strides),
         (intermediate, r, h.shape[0], route.block_rows, block_n, block_r, fast_math, pdl),
-        {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
+        {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 
 from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
-from lora_fastpath.kernels.moe_activate import TILE_PROGRAMS
-from lora_fastpath.kernels.moe_route import Route, expert_stride, load_b, load_h, load_tile
+from lora_fastpath.kernels.moe_route import TILE_PROGRAMS, Route, expert_stride, load_b, load_h, load_tile
 
 
 # The number of pairs changes with every prefill: specializing on it would compile in the middle of serving.
@@ -74,7 +73,6 @@ def moe_expand(
     y: torch.Tensor,
     *,
     block_n: int | None = None,
-    num_warps: int = 4,
     pdl: bool = False,
 ) -> None:
     """Launch one expand (shapes above), in place on `y`."""
@@ -85,10 +83,10 @@ def moe_expand(
     strides = (b.stride(0), expert_stride(b), y.stride(0))
     launch(
         _moe_expand_kernel,
-        (y.dtype, strides, num_warps),
+        (y.dtype, strides),
         (cdiv(hidden, block_n), min(route.tiles.shape[0], TILE_PROGRAMS)),
         (h, b, weights, y, route.tiles),
         (route.pairs, *strides),
         (hidden, r, h.shape[0], route.block_rows, block_n, block_r, pdl),
-        {"num_warps": num_warps, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
+        {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

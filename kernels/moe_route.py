@@ -28,6 +28,9 @@ from lora_fastpath.kernels.launch import launch, power_of_2
 CHUNK = 1024
 """Pairs that are counted at a time; one size for all batches, so that serving compiles nothing."""
 
+TILE_PROGRAMS = 256
+"""Most blocks that go over the tiles: a table has lines for the worst mix of adapters, far more than a batch uses. Not tuned."""
+
 _HEADER = 4
 HEADER = tl.constexpr(_HEADER)
 

@@ -75,8 +75,6 @@ def moe_shrink(
     slices: int,
     block_n: int | None = None,
     block_k: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> None:
     """Launch one shrink (shapes above); `slices` is 2 for gate and up, 1 for down."""
     n, k = a.shape[2], a.shape[3]
@@ -85,10 +83,10 @@ def moe_shrink(
     strides = (x.stride(0), a.stride(0), expert_stride(a))
     launch(
         _moe_shrink_kernel,
-        (x.dtype, strides, num_warps, num_stages),
+        (x.dtype, strides),
         (route.tiles.shape[0], cdiv(n, block_n), h.shape[0]),
         (x, a, h, route.tiles),
         (route.pairs, route.pairs // x.shape[0], *strides),
         (k, n, n // slices, h.shape[0], route.block_rows, block_n, block_k),
-        {"num_warps": num_warps, "num_stages": num_stages},
+        {"num_warps": 4, "num_stages": 3},
     )

@@ -123,8 +123,6 @@ def shrink(
     slices: int,
     block_n: int = 16,
     block_k: int = 256,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> None:
     """Launch one shrink (shapes above); `parts` gives SPLIT_K (None: 1), `tiles` the rows a tile."""
     tokens, n = h.shape
@@ -133,10 +131,10 @@ def shrink(
     constants = (x.shape[1], n, slices, split_k, tiles.shape[1] - _HEADER, block_n, block_k)
     launch(
         _shrink_kernel,
-        (x.dtype, strides, num_warps, num_stages),
+        (x.dtype, strides),
         (tiles.shape[0], cdiv(n, block_n), split_k),
         (x, a, h, parts, arrivals, tiles),
         (tokens, *strides),
         constants,
-        {"num_warps": num_warps, "num_stages": num_stages},
+        {"num_warps": 4, "num_stages": 3},
     )

@@ -7,6 +7,7 @@ the moment to self-check and allocate), the announcement of CUDA graphs (static 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -170,7 +171,7 @@ SERVED_BY = {layer: module for module in (dense, moe) for layer in module.SITE_O
 
 
 def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: AdapterMap) -> None:
-    """Give every LoRA layer what its site's wrappers need, each distinct shape self-checked first.
+    """Give every LoRA layer what its site's wrappers need.
 
     A layer that does not fit takes its whole site back to stock: half a site would be hard to reason about.
     """
@@ -181,18 +182,10 @@ def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: AdapterMap) -
         if site is None or not registry.is_bound(site):
             adapter_map.fall_back(f"{name}, a {type(layer).__name__}, is served by stock")
             continue
-        try:
-            served = module.serve(site, layer, adapter_map)
-            if served.shape not in checked:
-                checked[served.shape] = module.self_check(served)
-            reason, failed = checked[served.shape], True
-        except Unfit as error:
-            reason, failed = str(error), False
-        except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
-            reason, failed = f"self-check: {type(error).__name__}: {error}", True
-        if reason:
-            registry.decline(site, f"{name}: {reason}", failed=failed)
-        else:
+        served = _checked(
+            site, name, functools.partial(module.serve, site, layer, adapter_map), module.self_check, checked
+        )
+        if served is not None:
             layer.lora_fastpath = served
             adapter_map.sites.add(site)
         if not registry.is_bound(site):
@@ -206,24 +199,35 @@ def attach_corrections(manager: Any) -> None:
         attention = stock.absorbed_attention(manager, name)
         if attention is None:
             continue
-        reason, failed = "", False
-        try:
-            if registry.is_bound(mla.SITE):
-                correction = mla.serve(layer, attention, adapter_map)
-                if correction.shape not in checked:
-                    checked[correction.shape] = mla.self_check(correction)
-                reason, failed = checked[correction.shape], True
-                if not reason:
-                    mla.attach(layer, attention, correction)
-                    adapter_map.sites.add(mla.SITE)
-        except Unfit as error:
-            reason = str(error)
-        except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
-            reason, failed = f"self-check: {type(error).__name__}: {error}", True
-        if reason:
-            registry.decline(mla.SITE, f"{name}: {reason}", failed=failed)
+        if registry.is_bound(mla.SITE):
+            correction = _checked(
+                mla.SITE, name, functools.partial(mla.serve, layer, attention, adapter_map), mla.self_check, checked
+            )
+            if correction is not None:
+                mla.attach(layer, attention, correction)
+                adapter_map.sites.add(mla.SITE)
         if not registry.is_bound(mla.SITE):
             adapter_map.fall_back(f"{name}, which absorbed MLA applies by itself, is served by stock")
+
+
+def _checked(
+    site: str, name: str, serve: Callable[[], Any], self_check: Callable[[Any], str], checked: dict[tuple, str]
+) -> Any:
+    """What `serve` makes for layer `name`, each distinct shape self-checked first; None, and `site` declined, if it can't."""
+    failed = True
+    try:
+        served = serve()
+        if served.shape not in checked:
+            checked[served.shape] = self_check(served)
+        reason = checked[served.shape]
+    except Unfit as error:
+        reason, failed = str(error), False
+    except Exception as error:  # noqa: BLE001 - any failure of ours must leave a serving stock engine
+        reason = f"self-check: {type(error).__name__}: {error}"
+    if not reason:
+        return served
+    registry.decline(site, f"{name}: {reason}", failed=failed)
+    return None
 
 
 def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
@@ -244,9 +248,7 @@ def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
 
 def _agree(manager: Any) -> None:
     """Ranks of one model serve the same sites: `row` reduces once where stock reduces twice, so a lone rank would hang all."""
-    sites = {"adapters": None, mla.SITE: None} | {
-        module.SITE_OF_LAYER[layer]: None for layer, module in SERVED_BY.items()
-    }
+    sites = ("adapters", mla.SITE, *(module.SITE_OF_LAYER[layer] for layer, module in SERVED_BY.items()))
     bound = [name for name in sites if registry.is_bound(name)]
     for rank, theirs in stock.ranks_that_bound(bound, manager).items():
         for name in bound:

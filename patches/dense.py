@@ -233,23 +233,32 @@ def _unfit(projection: Projection, x: torch.Tensor, y: torch.Tensor) -> str:
     return ""
 
 
+def require(dtype: torch.dtype, rank: int) -> None:
+    """Raise Unfit for adapters that no kernel of ours takes."""
+    if dtype not in DTYPES:
+        raise Unfit(f"adapters are {dtype}, the kernels take bfloat16 and float16")
+    if not 1 <= rank <= MAX_RANK:
+        raise Unfit(f"--max-lora-rank is {rank}, the kernels take 1 to {MAX_RANK}")
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's compute capability; (0, 0) for the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Projection:
     """The layer as the kernels see it; raises Unfit where they can't serve it."""
     if not layer.set_lora:
         raise Unfit("sglang gave the layer no adapter buffers")
     a, b = stock.adapter_buffers(layer)
     ends = stock.slice_ends(layer)
-    if a.dtype not in DTYPES:
-        raise Unfit(f"adapters are {a.dtype}, the kernels take bfloat16 and float16")
+    rank = b.shape[2]
+    require(a.dtype, rank)
     if len(ends) > MAX_SLICES:
         raise Unfit(f"{len(ends)} slices, the kernels take {MAX_SLICES}")
-    rank = b.shape[2]
-    if not 1 <= rank <= MAX_RANK:
-        raise Unfit(f"--max-lora-rank is {rank}, the kernels take 1 to {MAX_RANK}")
     if a.shape[1] != len(ends) * rank or b.shape[1] < ends[-1] or a.stride(2) != 1 or b.stride(2) != 1:
         raise Unfit(f"buffers {tuple(a.shape)} and {tuple(b.shape)} do not hold {len(ends)} slices of rank {rank}")
-    pdl = a.is_cuda and torch.cuda.get_device_capability(a.device) >= (9, 0)
-    return Projection(site, adapter_map, a, b, ends, pdl)
+    return Projection(site, adapter_map, a, b, ends, pdl=capability(a.device) >= (9, 0))
 
 
 def self_check(projection: Projection) -> str:

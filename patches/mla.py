@@ -20,7 +20,7 @@ from lora_fastpath import stock
 from lora_fastpath.gate import Path
 from lora_fastpath.kernels import tiles as tiling
 from lora_fastpath.kernels.heads_product import heads_product
-from lora_fastpath.patches.dense import DTYPES, LAUNCHES, MAX_RANK
+from lora_fastpath.patches import dense
 from lora_fastpath.registry import Unfit, registry
 
 SITE = "mla"
@@ -109,21 +109,17 @@ def serve(layer: torch.nn.Module, attention: torch.nn.Module, adapter_map: Any) 
     a, b = stock.adapter_buffers(layer)
     heads, nope, v = stock.absorbed_heads(attention)
     slots, rank, latent = a.shape
-    if a.dtype not in DTYPES:
-        raise Unfit(f"adapters are {a.dtype}, the kernels take bfloat16 and float16")
-    if not 1 <= rank <= MAX_RANK:
-        raise Unfit(f"--max-lora-rank is {rank}, the kernels take 1 to {MAX_RANK}")
+    dense.require(a.dtype, rank)
     if b.shape != (slots, heads * (nope + v), rank) or not b.is_contiguous():
         raise Unfit(f"B {tuple(b.shape)} does not hold {heads} heads of {nope} and {v}")
     by_head = b.view(slots, heads, nope + v, rank)
-    pdl = a.is_cuda and torch.cuda.get_device_capability(a.device) >= (9, 0)
     return Correction(
         adapter_map,
         q_shrink=by_head[:, :, :nope].transpose(2, 3),
         q_expand=a.transpose(1, 2)[:, None].expand(-1, heads, -1, -1),
         v_shrink=a[:, None].expand(-1, heads, -1, -1),
         v_expand=by_head[:, :, nope:],
-        pdl=pdl,
+        pdl=dense.capability(a.device) >= (9, 0),
     )
 
 
@@ -158,7 +154,7 @@ def self_check(correction: Correction) -> str:
                 own = int(ranks[slot])
                 h = torch.einsum("hk,hrk->hr", x[row].double(), w[0][slot, :, :own].double())
                 right[row] += float(scalings[slot]) * torch.einsum("hr,hnr->hn", h, w[1][slot, :, :, :own].double())
-        for rows in sorted({size for launch in LAUNCHES for size in (launch.shrink_rows, launch.expand_rows)}):
+        for rows in sorted({size for launch in dense.LAUNCHES for size in (launch.shrink_rows, launch.expand_rows)}):
             table = np.empty((tiling.max_tiles(len(slots), 2, rows), tiling.HEADER + rows), np.int32)
             tiling.build_tiles(slots, ranks, scalings, rows, table)
             tiles, got, h = torch.from_numpy(table).to(device), y.clone(), correction._new_h(len(slots))

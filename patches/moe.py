@@ -25,15 +25,13 @@ from lora_fastpath.kernels.moe_activate import moe_activate
 from lora_fastpath.kernels.moe_expand import moe_expand
 from lora_fastpath.kernels.moe_route import Route, moe_route, new_route
 from lora_fastpath.kernels.moe_shrink import moe_shrink
-from lora_fastpath.patches.dense import DTYPES, MAX_RANK
+from lora_fastpath.patches import dense
 from lora_fastpath.registry import Unfit, registry
 
 SITE_OF_LAYER = {"FusedMoEWithLoRA": "moe"}
 
-BLOCK_ROWS = {4096: 16, 2**62: 64}
-"""Pairs up to -> rows a tile of the LoRA kernels."""
-
-FEW_PAIRS = 256
+FEW_PAIRS, MANY_PAIRS = 256, 4096
+"""Up to the first the shrink's K is split, past the second tiles have 64 rows instead of 16. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +108,7 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
     # For our kernels alone; sglang makes both so for nearly every model.
     topk_ids, weights = topk.topk_ids.to(torch.int32).contiguous(), topk.topk_weights.float().contiguous()
     pairs, width = topk_ids.numel(), experts.gate_up_b.shape[2]
-    block_rows = next(rows for most, rows in BLOCK_ROWS.items() if pairs <= most)
+    block_rows = 16 if pairs <= MANY_PAIRS else 64
     route = new_route(topk_ids, batch.row_slots, batch.slot_ranks, experts.count, block_rows)
     h_gate_up = _parts(pairs, experts.gate_up_a)
     h_down = _parts(pairs, experts.down_a)
@@ -159,10 +157,7 @@ def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
         raise Unfit(reason)
     gate_up_a, gate_up_b, down_a, down_b = buffers = stock.expert_buffers(layer)
     rank = down_a.shape[2]
-    if down_a.dtype not in DTYPES:
-        raise Unfit(f"adapters are {down_a.dtype}, the kernels take bfloat16 and float16")
-    if not 1 <= rank <= MAX_RANK:
-        raise Unfit(f"--max-lora-rank is {rank}, the kernels take 1 to {MAX_RANK}")
+    dense.require(down_a.dtype, rank)
     slots, count, width, _ = gate_up_b.shape
     hidden = gate_up_a.shape[3]
     wanted = ((2 * rank, hidden), (width, rank), (rank, width // 2), (hidden, rank))
@@ -177,7 +172,7 @@ def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
             raise Unfit(f"adapter buffers {[tuple(b.shape) for b in buffers]} do not fit each other")
     if (found := stock.expert_widths(layer)) != (width, hidden):
         raise Unfit(f"the experts' weights are {found} wide, the adapters {(width, hidden)}")
-    capability = torch.cuda.get_device_capability(down_a.device) if down_a.is_cuda else (0, 0)
+    capability = dense.capability(down_a.device)
     fast_math, pdl = (0, 0) < capability < (10, 0), capability >= (9, 0)
     return Experts(site, adapter_map, *buffers, stock.runner_without_lora(layer), fast_math, pdl)
 
@@ -215,7 +210,7 @@ def _check_route(experts: Experts) -> str:
         for pair, (slot, expert) in enumerate(zip(row_slots.repeat_interleave(8).tolist(), topk_ids.flatten().tolist()))
         if slot >= 0 and ranks[slot] > 0 and 0 <= expert < experts.count
     }
-    for block_rows in BLOCK_ROWS.values():
+    for block_rows in (16, 64):
         route = new_route(topk_ids.to(device), row_slots.to(device), ranks.to(device), experts.count, block_rows)
         moe_route(route)
         lines = route.tiles.tolist()
@@ -248,7 +243,7 @@ def _check_activation(experts: Experts, case: moe_selfcheck.MoeCase) -> str:
     """Rows without an adapter must have the very bits of sglang's own activation."""
     wanted = torch.empty_like(case.activated)
     stock.activate(case.gate_up, wanted)
-    route = dataclasses.replace(case, row_slots=torch.full_like(case.row_slots, -1)).route(BLOCK_ROWS[4096])
+    route = dataclasses.replace(case, row_slots=torch.full_like(case.row_slots, -1)).route(16)
     got = torch.empty_like(wanted)
     h = _parts(route.pairs, case.gate_up_a)
     experts.activate(case.gate_up, h, case.gate_up_b, route, got)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import functools
 import importlib.util
 import pathlib
-import queue
 import sys
 
 import pytest
@@ -80,32 +77,20 @@ def stub(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def engine(models, stub, tmp_path_factory, pytestconfig, request):
-    """engine(group, run name): the harness.Result of that run. Starts the group's engines on first use.
-
-    Two groups serve side by side. When most of the tests are to run, all groups start at
-    once; otherwise only those that are asked for.
-    """
+def engine(models, stub, tmp_path_factory, pytestconfig):
+    """engine(group, run name): the harness.Result of that run. Starts the group's engines on first use."""
     out = tmp_path_factory.mktemp("engines")
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    news, served, pool = queue.SimpleQueue(), {}, concurrent.futures.ThreadPoolExecutor(2)
 
-    def serve(name: str) -> harness.Group:
+    def say(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{text}", end="", flush=True)
+
+    @functools.cache
+    def group(name: str) -> harness.Group:
         overlay, runs = GROUPS[name]
-        made = harness.Group(overlay, runs, models, stub, out / name, news.put)
+        made = harness.Group(overlay, runs, models, stub, out / name, say)
         made.serve()
         return made
 
-    def group(name: str) -> harness.Group:
-        if name not in served:
-            served[name] = pool.submit(serve, name)
-        while not served[name].done():
-            with contextlib.suppress(queue.Empty):
-                text = news.get(timeout=1)
-                with capture.global_and_fixture_disabled():  # in this thread, which pytest knows
-                    print(f"\n{text}", end="", flush=True)
-        return served[name].result()
-
-    if sum("engine" in item.fixturenames for item in request.session.items) > 40:
-        served.update((name, pool.submit(serve, name)) for name in ("absent", "on", "faults", "off"))
     return lambda name, run: group(name).result(run)

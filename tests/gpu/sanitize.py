@@ -42,7 +42,7 @@ for hidden, intermediate, ranks in ((256, 128, (8, 3, 0)), (200, 96, (128, 1, 16
     )
     buffers = (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b)
     experts = moe.Experts("moe", None, *buffers, None, fast_math=True, pdl=True)
-    for block_rows in moe.BLOCK_ROWS.values():
+    for block_rows in (16, 64):
         miss = moe._check_kernels(experts, case, block_rows)
         torch.cuda.synchronize()
         print(f"experts, H {hidden}, I {intermediate}, {block_rows} rows a tile: {miss or 'ok'}")

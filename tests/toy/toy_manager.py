@@ -56,7 +56,9 @@ class Toy(torch.nn.Module):
             self.full.append({})
             for name, widths in self.widths.items():
                 into = self.inputs[name]
-                whole = (torch.randn(sum(widths), into, generator=generator, device="cpu") * into**-0.5).to(device, dtype)
+                whole = (torch.randn(sum(widths), into, generator=generator, device="cpu") * into**-0.5).to(
+                    device, dtype
+                )
                 self.full[-1][name] = whole
                 if name in ("o_proj", "down_proj"):
                     shard = whole.chunk(ranks, 1)[rank]
