@@ -30,15 +30,9 @@ def main() -> None:
     for uids, only in ((["a", None, "b", "a", "c"], 6), (["e", "d", None, "a", "d"], 6), (["b", "e", None], 3)):
         model.only = only
         x = torch.randn(len(uids), model.hidden, generator=generator).half()
-        with torch.inference_mode():
-            manager.fetch_new_loras(set(uids))
-            batch = toy.decode_batch(uids)  # lives as long as its forward, as in sglang
-            manager.prepare_lora_batch(batch)
-            got = model(x)
-            right = toy.expected(model, manager, uids, [1] * len(uids), x)
-            base = toy.expected(model, manager, [None] * len(uids), [1] * len(uids), x)
-        errors.append(((got.double() - right).norm() / right.norm()).item())
-        moves.append(((base - right).norm() / right.norm()).item())
+        error, moved = toy.compared(model, manager, uids, x)
+        errors.append(error)
+        moves.append(moved)
     buffers = {name: list(layers[0].shape) for name, layers in manager.memory_pool.A_buffer.items()}
     overlay = sys.modules.get("lora_fastpath.registry")
     states = {name: entry.state.value for name, entry in overlay.registry.entries.items()} if overlay else {}

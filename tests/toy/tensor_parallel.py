@@ -45,14 +45,7 @@ def main() -> None:
         dense.shrink = None
     uids = ["a", None, "b", "a", "c"]
     x = torch.randn(len(uids), toy.Toy.hidden, generator=torch.Generator().manual_seed(7)).half()
-    with torch.inference_mode():
-        manager.fetch_new_loras(set(uids))
-        batch = toy.decode_batch(uids)  # lives as long as its forward, as in sglang
-        manager.prepare_lora_batch(batch)
-        got = model(x)
-        right = toy.expected(model, manager, uids, [1] * len(uids), x)
-        base = toy.expected(model, manager, [None] * len(uids), [1] * len(uids), x)
-    error, moved = (((y.double() - right).norm() / right.norm()).item() for y in (got, base))
+    error, moved = toy.compared(model, manager, uids, x)
     states = {}
     if ours:
         from lora_fastpath.registry import registry

@@ -194,6 +194,19 @@ def extend_batch(uids: list[str | None], lengths: list[int], device: str):
     )  # fmt: skip
 
 
+def compared(model: Toy, manager, uids: list[str | None], x: torch.Tensor) -> tuple[float, float]:
+    """One decode step: the relative error against float64, and how far the adapters move the output."""
+    with torch.inference_mode():
+        manager.fetch_new_loras(set(uids))
+        batch = decode_batch(uids)  # lives as long as its forward, as in sglang
+        manager.prepare_lora_batch(batch)
+        got = model(x)
+        right = expected(model, manager, uids, [1] * len(uids), x)
+        base = expected(model, manager, [None] * len(uids), [1] * len(uids), x)
+    error, moved = (((y.double() - right).norm() / right.norm()).item() for y in (got, base))
+    return error, moved
+
+
 def expected(
     model: Toy | ExpertsToy, manager, uids: list[str | None], lengths: list[int], x: torch.Tensor
 ) -> torch.Tensor:
