@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lora_fastpath.kernels.moe_route import Route, moe_route, new_route
+from lora_fastpath.kernels.moe_routing import Routing
 
 
 @dataclasses.dataclass
@@ -28,10 +28,20 @@ class MoeCase:
     slot_ranks: torch.Tensor  # int32 [S]
     experts: int  # with adapters; a fused shared expert has the id after the last of them
 
-    def route(self, block_rows: int) -> Route:
-        route = new_route(self.topk_ids, self.row_slots, self.slot_ranks, self.experts, block_rows)
-        moe_route(route)
-        return route
+    def routing(self, block_size: int) -> Routing:
+        """With the pairs as sglang's moe_align_block_size sorts them: blocks of experts on other ranks first."""
+        ids = self.topk_ids.flatten().tolist()
+        sorted_pairs, block_experts = [], []
+        for expert in sorted(set(ids)):
+            own = [pair for pair, theirs in enumerate(ids) if theirs == expert]
+            blocks = -(-len(own) // block_size)
+            sorted_pairs += own + [len(ids)] * (blocks * block_size - len(own))
+            block_experts += [expert] * blocks
+        padded = len(sorted_pairs)
+        sorted_pairs += [2**30] * (2 * block_size)  # what is not in use is undefined
+        block_experts += [2**30] * 2
+        tables = (self.topk_ids.new_tensor(values) for values in (sorted_pairs, block_experts, [padded]))
+        return Routing(self.topk_ids, self.row_slots, self.slot_ranks, self.experts, *tables, block_size)
 
     def with_delta(self) -> Iterator[tuple[int, int, int, int]]:
         """Pair, slot, expert and rank of all pairs that get a delta."""
@@ -41,40 +51,32 @@ class MoeCase:
                 if slot >= 0 and ranks[slot] > 0 and 0 <= expert < self.experts:
                     yield token * len(ids) + k, slot, expert, ranks[slot]
 
-    def expected_gate_up_h(self) -> torch.Tensor:
-        """x A^T of gate and up, float64 [P, 2R], NaN where it is undefined; the shrink's parts have to add up to it."""
-        return self._hidden(self.x.repeat_interleave(self.topk_ids.shape[1], 0), self.gate_up_a, 2)
-
-    def expected_down_h(self) -> torch.Tensor:
-        """x A^T of the down projection, float64 [P, R], NaN where it is undefined."""
-        return self._hidden(self.activated, self.down_a, 1)
-
-    def expected_activate(self, h: torch.Tensor) -> torch.Tensor:
-        """silu(gate + delta) * (up + delta) for h [P, 2R], float64 [P, I], NaN where the expert is on another rank."""
-        sums = self.gate_up.double()
-        half, max_rank = sums.shape[1] // 2, self.gate_up_b.shape[3]
+    def expected_gate_up(self) -> torch.Tensor:
+        """gate_up with its deltas, float64 [P, 2I]."""
+        out = self.gate_up.double()
+        half, max_rank, top_k = out.shape[1] // 2, self.gate_up_b.shape[3], self.topk_ids.shape[1]
         for pair, slot, expert, rank in self.with_delta():
-            b = _of(self.gate_up_b, slot, expert)
-            sums[pair, :half] += b[:half, :rank] @ h[pair, :rank].double()
-            sums[pair, half:] += b[half:, :rank] @ h[pair, max_rank : max_rank + rank].double()
-        out = torch.nn.functional.silu(sums[:, :half]) * sums[:, half:]
+            a, b = _of(self.gate_up_a, slot, expert), _of(self.gate_up_b, slot, expert)
+            for s in (0, 1):
+                h = a[s * max_rank : s * max_rank + rank] @ self.x[pair // top_k].double()
+                out[pair, s * half : (s + 1) * half] += b[s * half : (s + 1) * half, :rank] @ h
+        return out
+
+    def expected_activated(self) -> torch.Tensor:
+        """silu(gate + delta) * (up + delta), float64 [P, I], NaN where the expert is on another rank."""
+        gate, up = self.expected_gate_up().chunk(2, 1)
+        out = torch.nn.functional.silu(gate) * up
         out[self.topk_ids.flatten() < 0] = float("nan")
         return out
 
-    def expected_expand(self, h: torch.Tensor) -> torch.Tensor:
-        """y + weight * (B h) for h [P, R], float64 [P, H]."""
+    def expected_y(self) -> torch.Tensor:
+        """y + weight * delta of the down projection, float64 [T, top_k, H]."""
         y = self.y.flatten(0, 1).double()
         for pair, slot, expert, rank in self.with_delta():
-            delta = _of(self.down_b, slot, expert)[:, :rank] @ h[pair, :rank].double()
+            h = _of(self.down_a, slot, expert)[:rank] @ self.activated[pair].double()
+            delta = _of(self.down_b, slot, expert)[:, :rank] @ h
             y[pair] += self.weights.flatten()[pair].double() * delta
-        return y
-
-    def _hidden(self, rows: torch.Tensor, a: torch.Tensor, slices: int) -> torch.Tensor:
-        h = torch.full((len(rows), a.shape[2]), float("nan"), dtype=torch.float64, device=a.device)
-        for pair, slot, expert, rank in self.with_delta():
-            for start in range(0, a.shape[2], a.shape[2] // slices):
-                h[pair, start : start + rank] = _of(a, slot, expert)[start : start + rank] @ rows[pair].double()
-        return h
+        return y.view(self.y.shape)
 
 
 def _of(buffer: torch.Tensor, slot: int, expert: int) -> torch.Tensor:

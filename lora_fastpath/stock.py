@@ -240,6 +240,15 @@ class ExpertGemms:
             "filter_expert": config.num_experts is None or config.num_experts != config.num_local_experts,
         }
 
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Pairs sorted by expert into blocks, each block's expert, how many entries are in use, and the block size."""
+        return (*self._routing[2:], self._gate_up_config["BLOCK_SIZE_M"])
+
+    @property
+    def scaling(self) -> float:
+        """What the sum over experts is multiplied with."""
+        return 1.0 if self._config.routed_scaling_factor is None else self._config.routed_scaling_factor
+
     def gate_up(self, out: torch.Tensor) -> None:
         """out [P, 2I] = x times each pair's expert."""
         quant = self._quant
@@ -257,11 +266,18 @@ class ExpertGemms:
             router_topk=self._top_k, **self._shared,
         )  # fmt: skip
 
+    def sums_in_order(self) -> bool:
+        """Whether the reduction below adds a token's experts in their order, in float32.
+
+        torch.compile unrolls sums of up to 8; it takes longer ones in an order of its own.
+        """
+        if not self._sglang._is_cuda:
+            return not self._sglang._has_vllm_ops
+        return len(self._x) > 32 or self._top_k <= 8
+
     def sum_over_experts(self, y: torch.Tensor) -> torch.Tensor:
         """[T, H] from [T, top_k, H], by the reduction that sglang uses for a batch of this size."""
-        out = torch.empty_like(self._x)
-        scaling = self._config.routed_scaling_factor
-        scaling = 1.0 if scaling is None else scaling
+        out, scaling = torch.empty_like(self._x), self.scaling
         if not self._sglang._is_cuda and self._sglang._has_vllm_ops:
             self._sglang.vllm_ops.moe_sum(y, out)  # without the scaling, as sglang has it there
         elif not self._sglang._is_cuda:

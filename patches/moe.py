@@ -1,11 +1,13 @@
 """Site `moe`: FusedMoEWithLoRA. sglang's expert GEMMs with the LoRA deltas around them, for layers served by its Triton runner.
 
-    main stream                                           side stream, for batches that two streams are faster for
-    align, gate_up GEMM (sglang)                          moe_route, moe_shrink: h = x A_gate_up
-    moe_activate: silu(g + dg) * (u + du)
-    down GEMM (sglang)                                    moe_shrink: h = activated A_down
-    moe_expand: y += w * (B_down h)
-    sum over a token's experts (sglang)
+Small batches, with two streams:                       Larger ones, in line:
+
+    main stream                 side stream                align, gate_up GEMM (sglang)
+    align (sglang)                                         moe_shrink, moe_expand into the GEMM's output
+    gate_up GEMM (sglang)       moe_shrink, moe_expand     moe_activate: silu(g) * u
+    moe_activate: silu(g + dg) * (u + du)                  down GEMM (sglang)
+    down GEMM (sglang)          moe_shrink, moe_expand     moe_shrink, moe_expand into the GEMM's output
+    moe_sum over a token's experts                         sum over a token's experts (sglang)
 
 Nothing is written into the layer's input: models read it on a second stream (shared experts) at the same time. A batch
 without adapters runs sglang's own sequence.
@@ -13,8 +15,8 @@ without adapters runs sglang's own sequence.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -23,15 +25,34 @@ from lora_fastpath import moe_selfcheck, stock
 from lora_fastpath.gate import Path
 from lora_fastpath.kernels.moe_activate import moe_activate
 from lora_fastpath.kernels.moe_expand import moe_expand
-from lora_fastpath.kernels.moe_route import Route, moe_route, new_route
+from lora_fastpath.kernels.moe_routing import Routing
 from lora_fastpath.kernels.moe_shrink import moe_shrink
+from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.patches import dense
 from lora_fastpath.registry import Unfit, registry
 
 SITE_OF_LAYER = {"FusedMoEWithLoRA": "moe"}
 
-FEW_PAIRS, MANY_PAIRS = 256, 4096
-"""Up to the first the shrink's K is split, past the second tiles have 64 rows instead of 16. Not tuned."""
+MANY_PAIRS = 4096
+"""Not tuned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How the shrink and the expand of a batch are launched."""
+
+    block_rows: int
+    piece: int
+    """Columns of x that one block of a shrink multiplies; the rest of K is other blocks'."""
+
+
+FEW, MANY = Launch(16, 256), Launch(64, 1 << 30)
+LAUNCHES = (FEW, MANY)
+
+
+def launch_for(routing: Routing) -> Launch:
+    """Blocks of ours lie in the base layer's, so that rows of one have the same expert."""
+    return MANY if routing.pairs > MANY_PAIRS and routing.block_size % MANY.block_rows == 0 else FEW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +80,30 @@ class Experts:
         buffers = (self.gate_up_a, self.gate_up_b, self.down_a, self.down_b)
         return (self.site, *(buffer.shape for buffer in buffers), self.down_a.dtype)
 
-    def activate(
-        self, gate_up: torch.Tensor, h: torch.Tensor, b: torch.Tensor, route: Route, out: torch.Tensor
+    def gate_up_delta(
+        self, x: torch.Tensor, routing: Routing, launch: Launch, h: torch.Tensor, out: torch.Tensor, *, add: bool
     ) -> None:
-        moe_activate(gate_up, h, b, route, out, fast_math=self.fast_math, pdl=self.pdl)
+        rows, pdl = launch.block_rows, self.pdl
+        moe_shrink(x, self.gate_up_a, routing, h, slices=2, block_rows=rows, pdl=pdl)
+        moe_expand(h, self.gate_up_b, None, routing, out, add=add, block_rows=rows, pdl=pdl)
+
+    def activate(self, gate_up: torch.Tensor, delta: torch.Tensor | None, routing: Routing, out: torch.Tensor) -> None:
+        moe_activate(gate_up, delta, routing, out, fast_math=self.fast_math, pdl=self.pdl)
+
+    def down_delta(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        routing: Routing,
+        launch: Launch,
+        h: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        add: bool,
+    ) -> None:
+        rows, pdl = launch.block_rows, self.pdl
+        moe_shrink(x, self.down_a, routing, h, slices=1, block_rows=rows, pdl=pdl)
+        moe_expand(h, self.down_b, weights, routing, out, add=add, block_rows=rows, pdl=pdl)
 
 
 def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -107,46 +148,46 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
         return torch.empty_like(x)
     # For our kernels alone; sglang makes both so for nearly every model.
     topk_ids, weights = topk.topk_ids.to(torch.int32).contiguous(), topk.topk_weights.float().contiguous()
-    pairs, width = topk_ids.numel(), experts.gate_up_b.shape[2]
-    block_rows = 16 if pairs <= MANY_PAIRS else 64
-    route = new_route(topk_ids, batch.row_slots, batch.slot_ranks, experts.count, block_rows)
-    h_gate_up = _parts(pairs, experts.gate_up_a)
-    h_down = _parts(pairs, experts.down_a)
-    gate_up = x.new_empty((pairs, width))
-    activated = x.new_empty((pairs, width // 2))
-    y = x.new_empty((*topk_ids.shape, experts.down_b.shape[2]))
-    lane = experts.adapter_map.lanes.current() if batch.path is Path.TWO_STREAMS else None
-
-    def fork() -> None:
-        if lane is not None:
-            lane.fork()
-
-    def beside() -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if lane is None else lane.side()
-
-    fork()
     gemms = stock.ExpertGemms(layer, dispatched)
+    routing = Routing(topk_ids, batch.row_slots, batch.slot_ranks, experts.count, *gemms.blocks())
+    gate_up = x.new_empty((routing.pairs, experts.gate_up_b.shape[2]))
+    activated = x.new_empty((routing.pairs, experts.down_a.shape[3]))
+    y = x.new_empty((*topk_ids.shape, experts.down_b.shape[2]))
+    launch = launch_for(routing)
+    h_gate_up, h_down = (new_h(routing.pairs, a, launch) for a in (experts.gate_up_a, experts.down_a))
+    if batch.path is not Path.TWO_STREAMS:
+        gemms.gate_up(gate_up)
+        experts.gate_up_delta(x, routing, launch, h_gate_up, gate_up, add=True)
+        experts.activate(gate_up, None, routing, activated)
+        gemms.down(activated, y)
+        experts.down_delta(activated, weights, routing, launch, h_down, y.flatten(0, 1), add=True)
+        return gemms.sum_over_experts(y)
+
+    lane = experts.adapter_map.lanes.current()
+    gate_up_delta, y_delta = torch.empty_like(gate_up), torch.empty_like(y)
+    lane.fork()
     gemms.gate_up(gate_up)
-    with beside():
-        moe_route(route)
-        moe_shrink(x, experts.gate_up_a, route, h_gate_up, slices=2)
-    experts.activate(gate_up, h_gate_up, experts.gate_up_b, route, activated)
-    fork()
+    with lane.side():
+        experts.gate_up_delta(x, routing, launch, h_gate_up, gate_up_delta, add=False)
+    experts.activate(gate_up, gate_up_delta, routing, activated)
+    lane.fork()
     gemms.down(activated, y)
-    with beside():
-        moe_shrink(activated, experts.down_a, route, h_down, slices=1)
-    moe_expand(h_down, experts.down_b, weights, route, y.view(pairs, -1), pdl=experts.pdl)
+    with lane.side():
+        # Where sglang's sum adds in an order of its own, tokens without an adapter would lose their bits in ours.
+        if gemms.sums_in_order():
+            experts.down_delta(activated, weights, routing, launch, h_down, y_delta.flatten(0, 1), add=False)
+    if gemms.sums_in_order():
+        out = torch.empty_like(x)
+        moe_sum(y, y_delta, routing, gemms.scaling, out, pdl=experts.pdl)
+        return out
+    experts.down_delta(activated, weights, routing, launch, h_down, y.flatten(0, 1), add=True)
     return gemms.sum_over_experts(y)
 
 
-def _parts(pairs: int, a: torch.Tensor, split_k: int = 4) -> torch.Tensor:
-    """Room for what a shrink with `a` writes, [SPLIT_K, P, N]; K is split where the pairs alone are too few blocks.
-
-    In two ways only, both self-checked: a further one would be compiled in the middle of serving.
-    """
+def new_h(pairs: int, a: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """Room for what a shrink with `a` writes, [SPLIT_K, P, N]."""
     _, _, n, k = a.shape
-    split_k = 1 if pairs > FEW_PAIRS else max(1, min(split_k, k // 256))
-    return a.new_empty((split_k, pairs, n), dtype=torch.float32)
+    return a.new_empty((-(-k // launch.piece), pairs, n), dtype=torch.float32)
 
 
 def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
@@ -192,61 +233,42 @@ def self_check(experts: Experts) -> str:
         device=experts.down_a.device,
         shared_outer=experts.gate_up_a.shape[1] < experts.count,
     )
-    for block_rows, split_k in ((16, 4), (16, 1), (64, 1)):  # what `run` chooses from
-        if miss := _check_kernels(experts, case, block_rows, split_k):
-            return f"self-check at {block_rows} rows a tile, H {hidden}, I {intermediate}, rank {rank}: {miss}"
-    return _check_route(experts) or (_check_activation(experts, case) if case.x.is_cuda else "")
+    for launch, add in itertools.product(LAUNCHES, (False, True)):
+        if miss := check_kernels(experts, case, launch, add):
+            return f"self-check with {launch}, H {hidden}, I {intermediate}, rank {rank}: {miss}"
+    return _check_activation(experts, case) if case.x.is_cuda else ""
 
 
-def _check_route(experts: Experts) -> str:
-    """The routing with as many slots and experts as this layer has."""
-    device, slots = experts.down_a.device, experts.down_a.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    topk_ids = torch.randint(-1, experts.count + 1, (50, 8), generator=generator, dtype=torch.int32)
-    row_slots = torch.randint(-1, slots, (50,), generator=generator, dtype=torch.int32)
-    ranks = (torch.arange(slots, dtype=torch.int32) + 1) % 4  # every fourth slot is empty
-    wanted = {
-        pair: (slot, expert, int(ranks[slot]))
-        for pair, (slot, expert) in enumerate(zip(row_slots.repeat_interleave(8).tolist(), topk_ids.flatten().tolist()))
-        if slot >= 0 and ranks[slot] > 0 and 0 <= expert < experts.count
-    }
-    for block_rows in (16, 64):
-        route = new_route(topk_ids.to(device), row_slots.to(device), ranks.to(device), experts.count, block_rows)
-        moe_route(route)
-        lines = route.tiles.tolist()
-        pairs = [(pair, tuple(line[:3])) for line in lines[: lines[0][3]] for pair in line[4:] if pair >= 0]
-        if len(pairs) != len(wanted) or dict(pairs) != wanted:
-            return f"self-check of the routing, {block_rows} rows a tile: {len(pairs)} pairs, expected {len(wanted)}"
-    return ""
-
-
-def _check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, block_rows: int, split_k: int = 4) -> str:
-    route = case.route(block_rows)
-    h = _parts(route.pairs, case.gate_up_a, split_k).fill_(float("nan"))
-    moe_shrink(case.x, case.gate_up_a, route, h, slices=2)
-    activated = torch.full_like(case.activated, float("nan"))
-    experts.activate(case.gate_up, h, case.gate_up_b, route, activated)
-    h_down = _parts(route.pairs, case.down_a, split_k).fill_(float("nan"))
-    moe_shrink(case.activated, case.down_a, route, h_down, slices=1)
-    y = case.y.flatten(0, 1).clone()
-    moe_expand(h_down, case.down_b, case.weights, route, y, pdl=experts.pdl)
-    h, h_down = (parts.sum(0).to(case.x.dtype) for parts in (h, h_down))
-    return (
-        moe_selfcheck.miss("gate_up shrink", h, case.expected_gate_up_h())
-        or moe_selfcheck.miss("activation", activated, case.expected_activate(h))
-        or moe_selfcheck.miss("down shrink", h_down, case.expected_down_h())
-        or moe_selfcheck.miss("down expand", y, case.expected_expand(h_down))
+def check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, launch: Launch, add: bool) -> str:
+    """Run the layer's kernels with the case's adapters; how they miss, or "". add: in line, not in two streams."""
+    experts = dataclasses.replace(
+        experts, gate_up_a=case.gate_up_a, gate_up_b=case.gate_up_b, down_a=case.down_a, down_b=case.down_b
     )
+    routing, nan = case.routing(launch.block_rows), float("nan")
+    h_gate_up, h_down = (new_h(routing.pairs, a, launch).fill_(nan) for a in (case.gate_up_a, case.down_a))
+    gate_up, y = case.gate_up.clone(), case.y.clone()
+    gate_up_delta = gate_up if add else torch.full_like(gate_up, nan)
+    experts.gate_up_delta(case.x, routing, launch, h_gate_up, gate_up_delta, add=add)
+    activated = torch.full_like(case.activated, nan)
+    experts.activate(gate_up, None if add else gate_up_delta, routing, activated)
+    if miss := moe_selfcheck.miss("activation", activated, case.expected_activated()):
+        return miss
+    y_delta = y if add else torch.full_like(y, nan)
+    experts.down_delta(case.activated, case.weights, routing, launch, h_down, y_delta.flatten(0, 1), add=add)
+    if add:
+        return moe_selfcheck.miss("down projection", y, case.expected_y())
+    out = torch.full_like(case.x, nan)
+    moe_sum(y, y_delta, routing, 2.0, out, pdl=experts.pdl)
+    return moe_selfcheck.miss("sum", out, 2.0 * case.expected_y().sum(1))
 
 
 def _check_activation(experts: Experts, case: moe_selfcheck.MoeCase) -> str:
     """Rows without an adapter must have the very bits of sglang's own activation."""
     wanted = torch.empty_like(case.activated)
     stock.activate(case.gate_up, wanted)
-    route = dataclasses.replace(case, row_slots=torch.full_like(case.row_slots, -1)).route(16)
+    routing = dataclasses.replace(case, row_slots=torch.full_like(case.row_slots, -1)).routing(16)
     got = torch.empty_like(wanted)
-    h = _parts(route.pairs, case.gate_up_a)
-    experts.activate(case.gate_up, h, case.gate_up_b, route, got)
+    experts.activate(case.gate_up, torch.empty_like(case.gate_up), routing, got)
     return "" if torch.equal(got, wanted) else "rows without an adapter differ from sglang's activation"
 
 

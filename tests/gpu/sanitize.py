@@ -5,6 +5,7 @@ compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from pathlib import Path
@@ -42,8 +43,8 @@ for hidden, intermediate, ranks in ((256, 128, (8, 3, 0)), (200, 96, (128, 1, 16
     )
     buffers = (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b)
     experts = moe.Experts("moe", None, *buffers, None, fast_math=True, pdl=True)
-    for block_rows in (16, 64):
-        miss = moe._check_kernels(experts, case, block_rows)
+    for launch, add in itertools.product(moe.LAUNCHES, (False, True)):
+        miss = moe.check_kernels(experts, case, launch, add)
         torch.cuda.synchronize()
-        print(f"experts, H {hidden}, I {intermediate}, {block_rows} rows a tile: {miss or 'ok'}")
+        print(f"experts, H {hidden}, I {intermediate}, {launch}, add {add}: {miss or 'ok'}")
         assert not miss

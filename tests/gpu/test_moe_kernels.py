@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
 import torch
 
 from lora_fastpath import moe_selfcheck, stock
+from lora_fastpath.kernels.moe_routing import Routing
+from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.patches import moe
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +20,7 @@ LAYERS = {  # hidden size, intermediate size, experts, experts a token
     "235b": (4096, 1536, 128, 8),
     "mixtral": (4096, 14336, 8, 2),
 }
-BATCHES = {1: 16, 5: 64, 64: 16, 256: 16, 1024: 64}  # tokens -> rows a tile
+BATCHES = {1: moe.FEW, 5: moe.MANY, 64: moe.FEW, 256: moe.FEW, 1024: moe.MANY}
 
 
 def make(layer: str, tokens: int, ranks: tuple[int, ...], **options) -> tuple[moe.Experts, moe_selfcheck.MoeCase]:
@@ -34,14 +35,56 @@ def make(layer: str, tokens: int, ranks: tuple[int, ...], **options) -> tuple[mo
 @pytest.mark.parametrize("ranks", [(16,), (16, 8, 0, 33), (128, 1)], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_each_kernel_is_float64(layer, ranks):
-    for tokens, block_rows in BATCHES.items():
+    for tokens, launch in BATCHES.items():
         experts, case = make(layer, tokens, ranks, away_every=7, none_every=0 if tokens == 1 else 4)
-        assert not moe._check_kernels(experts, case, block_rows), f"{tokens} tokens, {block_rows} rows a tile"
+        for add in (False, True):
+            assert not moe.check_kernels(experts, case, launch, add), f"{tokens} tokens, {launch}, add {add}"
 
 
-def test_shared_outer_factors_and_a_fused_shared_expert():
+@pytest.mark.parametrize("add", [False, True])
+def test_shared_outer_factors_and_a_fused_shared_expert(add):
     experts, case = make("30b", 64, (16, 8), shared_outer=True, fused_shared=True)
-    assert not moe._check_kernels(experts, case, 16)
+    assert not moe.check_kernels(experts, case, moe.FEW, add)
+
+
+def test_the_base_layers_blocks_are_what_the_kernels_take_them_for():
+    """sglang's alignment: pairs sorted by expert, -1 first, each expert padded to full blocks."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
+
+    ids_of_none = torch.full((1,), -1, dtype=torch.int32, device="cuda")
+    for tokens in (1, 7, 64, 700):
+        _, case = make("30b", tokens, (16,), away_every=7)
+        wanted = case.routing(16)
+        pairs, experts, padded = moe_align_block_size(case.topk_ids, 16, 128)
+        used = int(wanted.padded)
+        assert int(padded) == used
+        assert torch.equal(experts[: used // 16], wanted.block_experts[: used // 16])
+        assert torch.equal(pairs[:used].sort().values, wanted.sorted_pairs[:used].sort().values)
+        ids = torch.cat([case.topk_ids.flatten(), ids_of_none])[pairs[:used].clamp(max=case.topk_ids.numel())]
+        assert torch.equal(
+            ids[pairs[:used] < case.topk_ids.numel()],
+            experts.repeat_interleave(16)[:used][pairs[:used] < case.topk_ids.numel()],
+        )
+
+
+@pytest.mark.parametrize("scaling", [1.0, 2.5])
+@pytest.mark.parametrize("top_k", [2, 4, 8])
+def test_tokens_without_an_adapter_have_the_bits_of_sglangs_sums(top_k, scaling):
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    for tokens in (3, 32, 33, 200):
+        y = torch.randn(tokens, top_k, 2048, device="cuda", dtype=torch.bfloat16)
+        ids = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")
+        slots, ranks = torch.full_like(ids[:, 0], -1), torch.full_like(ids[0, :1], 16)
+        none = torch.empty(0, dtype=torch.int32, device="cuda")
+        routing = Routing(ids, slots, ranks, 8, none, none, none, 16)
+        wanted, got = torch.empty_like(y[:, 0]), torch.empty_like(y[:, 0])
+        if tokens <= 32:
+            fused_moe.moe_sum_reduce_torch_compile(y, wanted, scaling)
+        else:
+            fused_moe.moe_sum_reduce(y, wanted, scaling)
+        moe_sum(y, torch.full_like(y, float("nan")), routing, scaling, got, pdl=True)
+        assert torch.equal(got, wanted), f"{tokens} tokens"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -53,12 +96,10 @@ def test_base_rows_have_the_bits_of_sglangs_activation(dtype):
     ups = [gates.new_full(gates.shape, up) for up in (1.0, -0.37, 1e-4, 55.0)] + [gates.flip(0)]
     gate_up = torch.cat([torch.cat([gates, up], 1) for up in ups])
     experts, case = make("35b", 4, (16,))
-    experts = dataclasses.replace(experts, gate_up_b=experts.gate_up_b.to(dtype))
     ids = torch.zeros(len(gate_up), 1, dtype=torch.int32, device="cuda")
     case.topk_ids, case.row_slots = ids, ids.new_full((len(gate_up),), -1)
     wanted, got = (gate_up.new_empty(len(gate_up), 512) for _ in range(2))
     stock.activate(gate_up, wanted)
-    h = torch.full((1, len(gate_up), 32), float("nan"), device="cuda")
-    experts.activate(gate_up, h, experts.gate_up_b, case.route(64), got)
+    experts.activate(gate_up, torch.full_like(gate_up, float("nan")), case.routing(64), got)
     assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
     assert not torch.equal(got, torch.zeros_like(got))

@@ -15,17 +15,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_expand, moe_route, moe_shrink, shrink
+from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_expand, moe_shrink, moe_sum, shrink
 
-POINTERS = {"tiles": "*i32", "arrivals": "*i32", "counts": "*i32", "topk_ids": "*i32", "row_slots": "*i32"}
-POINTERS |= {"slot_ranks": "*i32", "parts": "*fp32", "weights": "*fp32"}
+POINTERS = {"tiles": "*i32", "arrivals": "*i32", "topk_ids": "*i32", "row_slots": "*i32", "slot_ranks": "*i32"}
+POINTERS |= {"sorted_pairs": "*i32", "block_experts": "*i32", "padded": "*i32", "parts": "*fp32", "weights": "*fp32"}
 UNSPECIALIZED = (
     "tokens",
     "pairs",
-    "tile_programs",
     "experts",
     "top_k",
     "rows_share",
+    "block_size",
+    "scaling",
     "x_row_stride",
     "x_head_stride",
     "y_row_stride",
@@ -45,22 +46,22 @@ def kernels():
     for rows, k, n, add in ((1, 128, 16, False), (16, 512, 16, False), (16, 16, 512, True), (64, 128, 128, True)):
         sizes = dict(K=k, N=n, ADD=add, BLOCK_ROWS=rows, BLOCK_K=min(128, k), BLOCK_N=max(16, min(128, n)), PDL=True)
         yield f"heads {rows} {k} {n}", heads_product._heads_kernel, sizes, 4, 2, ()
-    for rows in (16, 64):
+    for rows, splits, block_k in ((16, 8, 256), (64, 1, 128)):
         for rank in (8, 16, 64, 128):
             block_r = max(16, rank)
-            at, h = f"{rows} rank {rank}", ("h",)
-            sizes = dict(K=2048, N=2 * rank, R=rank, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_N=32)
-            sizes["BLOCK_K"] = 256 if rows == 16 else 64
-            yield f"moe shrink {at}", moe_shrink._moe_shrink_kernel, sizes, 4, 3, h
-            sizes = dict(I=768, R=rank, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_R=block_r, FAST_MATH=True, PDL=True)
-            sizes["BLOCK_N"] = max(16, min(128, 4096 // max(block_r, rows)))
-            yield f"moe activate {at}", moe_activate._moe_activate_kernel, sizes, 4, 1, h
-            sizes = dict(H=2048, R=rank, SPLIT_K=2, BLOCK_ROWS=rows, BLOCK_R=block_r, PDL=True)
-            sizes["BLOCK_N"] = max(16, min(128, 8192 // max(block_r, rows)))
-            yield f"moe expand {at}", moe_expand._moe_expand_kernel, sizes, 4, 1, h
-    for bins, chunk, warps in ((256, 16, 4), (1024, 2048, 32), (8192, 2048, 32)):
-        sizes = dict(BINS=bins, BLOCK_ROWS=16, CHUNK=chunk)
-        yield f"moe route {bins}", moe_route._moe_route_kernel, sizes, warps, 3, ()
+            shared = dict(R=rank, SLOTS=8, BLOCK_ROWS=rows, PDL=True)
+            for slices, k, n in ((2, 2048, 768), (1, 768, 2048)):
+                at = f"{rows} rank {rank} slices {slices}"
+                sizes = dict(K=k, N=slices * rank, SPLIT_K=splits, BLOCK_N=min(32, max(16, slices * rank)), BLOCK_K=block_k)
+                yield f"moe shrink {at}", moe_shrink._moe_shrink_kernel, shared | sizes, 4, 3, ("h",)
+                sizes = dict(N=n, SLICES=slices, SPLIT_K=splits, BLOCK_R=block_r, ADD=rows == 64)
+                sizes["BLOCK_N"] = max(16, min(256, 8192 // slices // max(block_r, rows)))
+                yield f"moe expand {at}", moe_expand._moe_expand_kernel, shared | sizes, 4, 1, ("h",)
+    for rows in (1, 8):
+        sizes = dict(I=768, BLOCK_ROWS=rows, BLOCK_N=moe_activate.BLOCK_N, FAST_MATH=True, PDL=True)
+        yield f"moe activate {rows}", moe_activate._moe_activate_kernel, sizes, 4, 1, ()
+    sizes = dict(H=2048, TOP_K=8, BLOCK_N=moe_sum.BLOCK_N, PDL=True)
+    yield "moe sum", moe_sum._moe_sum_kernel, sizes, 4, 1, ()
 
 
 def main(capability: int) -> None:
@@ -75,7 +76,7 @@ def main(capability: int) -> None:
                 continue
             pointer = argument.removesuffix("_ptr") if argument.endswith("_ptr") else ""
             kind = "*fp32" if pointer in float32 else POINTERS.get(pointer, "*bf16")
-            signature[argument] = kind if pointer else "i32"
+            signature[argument] = kind if pointer else "fp32" if argument == "scaling" else "i32"
             if argument not in UNSPECIALIZED:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, attributes)

@@ -10,8 +10,8 @@ import torch
 
 from lora_fastpath.kernels.moe_activate import moe_activate
 from lora_fastpath.kernels.moe_expand import moe_expand
-from lora_fastpath.kernels.moe_route import Route
 from lora_fastpath.kernels.moe_shrink import moe_shrink
+from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.moe_selfcheck import MoeCase, make_case
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set")
@@ -42,35 +42,43 @@ def random_case(name: str) -> MoeCase:
     return make_case(**options | CASES[name])
 
 
-def shrink_gate_up(case: MoeCase, route: Route, split_k: int = 1, **options) -> torch.Tensor:
-    h = torch.full((split_k, route.pairs, case.gate_up_a.shape[2]), NAN)
-    moe_shrink(case.x, case.gate_up_a, route, h, slices=2, **options)
-    return h.sum(0)
+def gate_up_delta(case: MoeCase, block_rows: int = 16, out: torch.Tensor | None = None, **options) -> torch.Tensor:
+    """gate_up with its deltas added, or what was written to `out`."""
+    add = out is None
+    out = case.gate_up.clone() if add else out
+    return _delta(case.x, case.gate_up_a, case.gate_up_b, None, case, out, add, block_rows, **options)
 
 
-def shrink_down(case: MoeCase, route: Route, split_k: int = 1, **options) -> torch.Tensor:
-    h = torch.full((split_k, route.pairs, case.down_a.shape[2]), NAN)
-    moe_shrink(case.activated, case.down_a, route, h, slices=1, **options)
-    return h.sum(0)
+def down_delta(case: MoeCase, block_rows: int = 16, out: torch.Tensor | None = None, **options) -> torch.Tensor:
+    """y [P, H] with its deltas added, or what was written to `out`."""
+    add = out is None
+    out = case.y.flatten(0, 1).clone() if add else out
+    return _delta(case.activated, case.down_a, case.down_b, case.weights, case, out, add, block_rows, **options)
 
 
-def parts(h: torch.Tensor) -> torch.Tensor:
-    """h as a shrink leaves it, in two parts."""
-    return torch.stack([h.float() * 0.75, h.float() * 0.25])
-
-
-def activate(case: MoeCase, route: Route, **options) -> torch.Tensor:
-    out = torch.full_like(case.activated, NAN)
-    h = parts(case.expected_gate_up_h().to(out.dtype))
-    moe_activate(case.gate_up, h, case.gate_up_b, route, out, **options)
+def _delta(x, a, b, weights, case, out, add, block_rows, block_size=None, split_k=2, block_k=None, block_n=None):
+    routing = case.routing(block_size or block_rows)
+    h = torch.full((split_k, routing.pairs, a.shape[2]), NAN)
+    slices = 2 if weights is None else 1
+    moe_shrink(x, a, routing, h, slices=slices, block_rows=block_rows, block_k=block_k, block_n=block_n)
+    moe_expand(h, b, weights, routing, out, add=add, block_rows=block_rows, block_n=block_n)
     return out
 
 
-def expand(case: MoeCase, route: Route, **options) -> torch.Tensor:
-    y = case.y.flatten(0, 1).clone()
-    h = parts(case.expected_down_h().to(y.dtype))
-    moe_expand(h, case.down_b, case.weights.flatten(), route, y, **options)
-    return y
+def unwritten(like: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(like, NAN)
+
+
+def activate(case: MoeCase, delta: torch.Tensor | None) -> torch.Tensor:
+    out = unwritten(case.activated)
+    moe_activate(case.gate_up, delta, case.routing(16), out)
+    return out
+
+
+def summed(case: MoeCase, delta: torch.Tensor, scaling: float = 1.0) -> torch.Tensor:
+    out = unwritten(case.x)
+    moe_sum(case.y, delta.view(case.y.shape), case.routing(16), scaling, out)
+    return out
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> None:
@@ -101,64 +109,84 @@ def block_rows(request) -> int:
     return request.param
 
 
-def test_shrink_is_float64(case, block_rows):
-    route, dtype = case.route(block_rows), case.x.dtype
-    assert_close(shrink_gate_up(case, route), case.expected_gate_up_h(), dtype=dtype)
-    assert_close(shrink_down(case, route), case.expected_down_h(), dtype=dtype)
+def test_deltas_are_added(case, block_rows):
+    dtype = case.x.dtype
+    assert_close(gate_up_delta(case, block_rows), case.expected_gate_up(), dtype=dtype)
+    assert_close(down_delta(case, block_rows), case.expected_y().flatten(0, 1), dtype=dtype)
 
 
-def test_activate_is_float64(case, block_rows):
-    h = case.expected_gate_up_h().to(case.x.dtype)
-    assert_close(activate(case, case.route(block_rows)), case.expected_activate(h), dtype=case.x.dtype)
+def test_deltas_are_written_for_the_pairs_that_get_one_alone(case, block_rows):
+    none, dtype = without_delta(case), case.x.dtype
+    got = gate_up_delta(case, block_rows, out=unwritten(case.gate_up))
+    assert got[none].isnan().all()
+    assert_close(got[~none], (case.expected_gate_up() - case.gate_up.double())[~none], dtype=dtype)
+    y = case.y.flatten(0, 1)
+    got = down_delta(case, block_rows, out=unwritten(y))
+    assert got[none].isnan().all()
+    assert_close(got[~none], (case.expected_y().flatten(0, 1) - y.double())[~none], dtype=dtype)
 
 
-def test_expand_is_float64(case, block_rows):
-    h = case.expected_down_h().to(case.x.dtype)
-    assert_close(expand(case, case.route(block_rows)), case.expected_expand(h), dtype=case.x.dtype)
+def test_activation_and_sum_are_float64(case):
+    gate_up, y = unwritten(case.gate_up), unwritten(case.y.flatten(0, 1))
+    got = activate(case, gate_up_delta(case, out=gate_up))
+    assert_close(got, case.expected_activated(), dtype=case.x.dtype)
+    for scaling in (1.0, 2.5):
+        got = summed(case, down_delta(case, out=y), scaling)
+        assert_close(got, scaling * case.expected_y().sum(1), dtype=case.x.dtype)
 
 
-@pytest.mark.parametrize("split_k", [1, 2, 3])
-@pytest.mark.parametrize("block_k", [32, 64, 128])
-def test_shrink_in_more_and_longer_steps_than_k(block_k, split_k):
-    case = random_case("several-ranks")  # K is 96 and 48
-    route = case.route(16)
-    got = shrink_gate_up(case, route, split_k, block_n=16, block_k=block_k)
-    assert_close(got, case.expected_gate_up_h(), dtype=torch.float16)
-    assert_close(shrink_down(case, route, split_k, block_k=block_k), case.expected_down_h(), dtype=torch.float16)
+def test_activation_without_a_delta_is_the_base_layers():
+    case = without_adapters(random_case("elsewhere"))
+    assert_close(activate(case, None), case.expected_activated(), dtype=case.x.dtype)
 
 
+@pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize("block_n", [16, 32])
-def test_columns_in_several_blocks(block_n):
-    case = random_case("no-power-of-two")  # 40 and 72 columns
-    route, dtype = case.route(16), case.x.dtype
-    h = case.expected_gate_up_h().to(dtype)
-    assert_close(activate(case, route, block_n=block_n), case.expected_activate(h), dtype=dtype)
-    h = case.expected_down_h().to(dtype)
-    assert_close(expand(case, route, block_n=block_n), case.expected_expand(h), dtype=dtype)
+@pytest.mark.parametrize("block_k", [32, 64, 128])
+def test_more_and_longer_steps_than_columns(block_k, block_n, split_k):
+    case = random_case("no-power-of-two")  # K is 72 and 40, N is 40 and 72
+    sizes = dict(block_k=block_k, block_n=block_n, split_k=split_k)
+    assert_close(gate_up_delta(case, **sizes), case.expected_gate_up(), dtype=torch.float16)
+    assert_close(down_delta(case, **sizes), case.expected_y().flatten(0, 1), dtype=torch.float16)
+
+
+def test_a_block_takes_a_part_of_the_base_layers():
+    case = make_case(90, 2, 3, (16, 5, 0, 1), 16, 96, 48, torch.float16, "cpu")
+    assert_close(gate_up_delta(case, block_size=64), case.expected_gate_up(), dtype=torch.float16)
+    assert_close(down_delta(case, 32, block_size=128), case.expected_y().flatten(0, 1), dtype=torch.float16)
+
+
+def test_many_adapters_in_a_block():
+    case = make_case(33, 2, 2, tuple(range(1, 17)), 16, 32, 16, torch.float16, "cpu", none_every=5)
+    assert_close(gate_up_delta(case, 64), case.expected_gate_up(), dtype=torch.float16)
+    assert_close(down_delta(case, 64), case.expected_y().flatten(0, 1), dtype=torch.float16)
 
 
 @pytest.mark.parametrize("name", ["several-ranks", "elsewhere", "shared-outer-fused-shared"])
 def test_rows_without_delta_have_the_bits_of_a_batch_without_adapters(name, block_rows):
     case = random_case(name)
     case.gate_up[:, ::5] = case.y[..., ::5] = -0.0  # to which adding nothing is not the same as adding 0
-    route, base_route = case.route(block_rows), without_adapters(case).route(block_rows)
-    none = without_delta(case)
+    base, none = without_adapters(case), without_delta(case)
     assert none.any() and not none.all()
-    for kernel in (activate, expand):
-        got, base = kernel(case, route), kernel(case, base_route)
-        assert torch.equal(got[none].view(torch.int16), base[none].view(torch.int16))  # bits: NaN is unwritten
-        assert not torch.equal(got[~none], base[~none])
-    assert torch.equal(base.view(torch.int16), case.y.flatten(0, 1).view(torch.int16))
+    got = gate_up_delta(case, block_rows), down_delta(case, block_rows)
+    for out, before in zip(got, (case.gate_up, case.y.flatten(0, 1))):
+        assert torch.equal(out[none].view(torch.int16), before[none].view(torch.int16))
+        assert not torch.equal(out[~none], before[~none])
+    delta = gate_up_delta(case, block_rows, out=unwritten(case.gate_up))
+    got, wanted = activate(case, delta), activate(base, delta)
+    assert torch.equal(got[none].view(torch.int16), wanted[none].view(torch.int16))  # bits: NaN is unwritten
+    assert not torch.equal(got[~none], wanted[~none])
+    delta = down_delta(case, block_rows, out=unwritten(case.y.flatten(0, 1)))
+    got, wanted, none = summed(case, delta), summed(base, delta), none.view(case.topk_ids.shape).all(1)
+    assert torch.equal(got[none].view(torch.int16), wanted[none].view(torch.int16))
+    assert not torch.equal(got[~none], wanted[~none])
 
 
-def test_pairs_without_delta_and_of_other_ranks_are_left_unwritten():
+def test_activation_leaves_pairs_of_other_ranks_unwritten():
     case = random_case("elsewhere")
-    route = case.route(16)
-    away, none = case.topk_ids.flatten() < 0, without_delta(case)
-    assert away.any() and (none & ~away).any()
-    assert shrink_gate_up(case, route)[none].isnan().all() and shrink_down(case, route)[none].isnan().all()
-    got = activate(case, route)
-    assert got[away].isnan().all() and not got[~away].isnan().any()
+    away = case.topk_ids.flatten() < 0
+    got = activate(case, gate_up_delta(case, out=unwritten(case.gate_up)))
+    assert away.any() and got[away].isnan().all() and not got[~away].isnan().any()
 
 
 def test_one_adapters_infinities_stay_in_its_rows():
@@ -167,87 +195,26 @@ def test_one_adapters_infinities_stay_in_its_rows():
     bad[[pair for pair, slot, *_ in case.with_delta() if slot == 1]] = True
     for buffer in (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b):
         buffer[1] = float("inf")
-    route = case.route(64)
-    defined = ~case.expected_down_h().isnan().all(1) & ~bad
-    assert shrink_down(case, route)[defined, 0].isfinite().all()
-    for kernel in (activate, expand):
-        got = kernel(case, route)
-        assert got[~bad].isfinite().all() and not got[bad].isfinite().all()
+    for got in (gate_up_delta(case, 64), down_delta(case, 64)):
+        assert got[~bad].isfinite().all() and not got[bad].isfinite().any()
 
 
 def test_strided_rows():
     case = random_case("several-ranks")
-    route, dtype = case.route(16), case.x.dtype
-    h = case.expected_gate_up_h().to(dtype)
-    h = parts(h)
     wide = {name: torch.cat([getattr(case, name)] * 2, 1) for name in ("x", "gate_up", "activated")}
     case = dataclasses.replace(case, **{k: v[:, : v.shape[1] // 2] for k, v in wide.items()})
-    assert_close(shrink_gate_up(case, route), case.expected_gate_up_h(), dtype=dtype)
-    assert_close(shrink_down(case, route), case.expected_down_h(), dtype=dtype)
-    out = torch.full((route.pairs, 100), NAN, dtype=dtype)
-    moe_activate(case.gate_up, h, case.gate_up_b, route, out[:, 2:50])
-    assert_close(out[:, 2:50], case.expected_activate(case.expected_gate_up_h().to(dtype)), dtype=dtype)
+    out = torch.full((case.topk_ids.numel(), 100), NAN, dtype=case.x.dtype)
+    gate_up_delta(case, out=out[:, 2:98])
+    delta = out[:, 2:98].contiguous()
+    assert out[:, :2].isnan().all() and out[:, 98:].isnan().all()
+    out = torch.full((case.topk_ids.numel(), 100), NAN, dtype=case.x.dtype)
+    moe_activate(case.gate_up, delta, case.routing(16), out[:, 2:50])
+    assert_close(out[:, 2:50], case.expected_activated(), dtype=case.x.dtype)
     assert out[:, :2].isnan().all() and out[:, 50:].isnan().all()
+    assert_close(down_delta(case), case.expected_y().flatten(0, 1), dtype=case.x.dtype)
 
 
-def test_the_kernels_in_a_row():
-    case = random_case("several-ranks")
-    route = case.route(16)
-    h = shrink_gate_up(case, route)[None]
-    moe_activate(case.gate_up, h, case.gate_up_b, route, case.activated)
-    expected = case.expected_activate(case.expected_gate_up_h().half())
-    torch.testing.assert_close(case.activated.double(), expected, rtol=4e-3, atol=1e-2)
-    y = case.y.flatten(0, 1).clone()
-    moe_expand(shrink_down(case, route)[None], case.down_b, case.weights, route, y)
-    expected = case.expected_expand(case.expected_down_h())
-    torch.testing.assert_close(y.double(), expected, rtol=4e-3, atol=1e-2)
-
-
-def groups_of(route: Route) -> list[tuple[int, int, int, list[int]]]:
-    """(slot, expert, rank, pairs) of each tile in use."""
-    used = int(route.tiles[0, 3])
-    return [(*line[:3], [p for p in line[4:] if p != -1]) for line in route.tiles[:used].tolist()]
-
-
-@pytest.mark.parametrize("block_rows", [16, 64])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("tokens", [None, 90])
-def test_route_has_each_pair_with_a_delta_once_among_its_own(name, block_rows, tokens):
-    options = dict(top_k=2, experts=3, max_rank=16, hidden=16, intermediate=16, dtype=torch.float16, device="cpu")
-    case = make_case(**options | {"tokens": 24} | CASES[name] | ({"tokens": tokens} if tokens else {}))
-    route = case.route(block_rows)
-    expected = {pair: (slot, expert, rank) for pair, slot, expert, rank in case.with_delta()}
-    found = {}
-    for slot, expert, rank, pairs in groups_of(route):
-        assert 1 <= len(pairs) <= block_rows
-        assert not found.keys() & pairs, "a pair is in two tiles"
-        found |= {pair: (slot, expert, rank) for pair in pairs}
-    assert found == expected
-    full = [len(pairs) for _, _, _, pairs in groups_of(route)]
-    groups = {(slot, expert) for slot, expert, _, _ in groups_of(route)}
-    assert sum(size < block_rows for size in full) <= len(groups), "more partial tiles than groups"
-
-
-def test_route_takes_more_pairs_than_a_chunk_and_a_second_batch():
-    case = random_case("one-adapter")
-    for tokens, seed in ((1500, 0), (3, 1)):  # 3,000 pairs
-        case.topk_ids = torch.randint(-1, 4, (tokens, 2), generator=torch.Generator().manual_seed(seed)).int()
-        case.row_slots = torch.where(torch.arange(tokens) % 5 == 0, -1, 0).int()
-        route = case.route(16)
-        found = sorted(pair for *_, pairs in groups_of(route) for pair in pairs)
-        assert found == [pair for pair, *_ in case.with_delta()]
-
-
-def test_route_of_a_batch_without_adapters_has_no_tile():
+def test_a_batch_without_adapters_changes_nothing():
     case = without_adapters(random_case("several-ranks"))
-    assert groups_of(case.route(16)) == []
-
-
-def test_one_table_holds_the_worst_mix():
-    """Every pair in a group of its own."""
-    case = random_case("one-adapter")
-    case.experts, case.slot_ranks = 8, torch.ones(4, dtype=torch.int32)
-    case.topk_ids = torch.arange(16, dtype=torch.int32).view(8, 2) % 8
-    case.row_slots = torch.arange(8, dtype=torch.int32) // 2
-    route = case.route(16)
-    assert int(route.tiles[0, 3]) == len(route.tiles) == 16
+    assert torch.equal(gate_up_delta(case), case.gate_up)
+    assert down_delta(case, out=unwritten(case.y.flatten(0, 1))).isnan().all()
