@@ -52,7 +52,7 @@ def _silu_and_mul(gate, up, FAST_MATH: tl.constexpr):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-# Left open for the reasons that moe_shrink.py gives.
+# Left open for the reasons that moe_delta.py gives.
 @triton.jit(do_not_specialize=["pairs", "experts", "top_k"])
 def _moe_activate_kernel(
     gate_up_ptr,

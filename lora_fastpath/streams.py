@@ -26,9 +26,7 @@ class Lane:
         self.scratch: tuple = ()
         self._cuda = device.type == "cuda"
         if self._cuda:
-            # Ahead of the base GEMM, which fills all SMs several times over: blocks of a later kernel would get none
-            # before its last wave, and what was to run beside it would run after it.
-            self._side = torch.cuda.Stream(device, priority=-1)
+            self._side = torch.cuda.Stream(device)
             self._fork = torch.cuda.Event()
             self._join = torch.cuda.Event()
 

@@ -3,10 +3,10 @@
 Small batches, with two streams:                       Larger ones, in line:
 
     main stream                 side stream                align, gate_up GEMM (sglang)
-    align (sglang)                                         moe_shrink, moe_expand into the GEMM's output
-    gate_up GEMM (sglang)       moe_shrink, moe_expand     moe_activate: silu(g) * u
+    align (sglang)                                         moe_delta into the GEMM's output
+    gate_up GEMM (sglang)       moe_delta                  moe_activate: silu(g) * u
     moe_activate: silu(g + dg) * (u + du)                  down GEMM (sglang)
-    down GEMM (sglang)          moe_shrink, moe_expand     moe_shrink, moe_expand into the GEMM's output
+    down GEMM (sglang)          moe_delta                  moe_delta into the GEMM's output
     moe_sum over a token's experts                         sum over a token's experts (sglang)
 
 Nothing is written into the layer's input: models read it on a second stream (shared experts) at the same time. A batch
@@ -24,9 +24,8 @@ import torch
 from lora_fastpath import moe_selfcheck, stock
 from lora_fastpath.gate import Path
 from lora_fastpath.kernels.moe_activate import moe_activate
-from lora_fastpath.kernels.moe_expand import moe_expand
+from lora_fastpath.kernels.moe_delta import moe_delta
 from lora_fastpath.kernels.moe_routing import Routing
-from lora_fastpath.kernels.moe_shrink import moe_shrink
 from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.patches import dense
 from lora_fastpath.registry import Unfit, registry
@@ -34,25 +33,15 @@ from lora_fastpath.registry import Unfit, registry
 SITE_OF_LAYER = {"FusedMoEWithLoRA": "moe"}
 
 MANY_PAIRS = 4096
-"""Not tuned."""
+"""Past it a block of moe_delta has up to 64 rows. Not tuned."""
+
+BLOCK_ROWS = (16, 32, 64)
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """How the shrink and the expand of a batch are launched."""
-
-    block_rows: int
-    piece: int
-    """Columns of x that one block of a shrink multiplies; the rest of K is other blocks'."""
-
-
-FEW, MANY = Launch(16, 256), Launch(64, 1 << 30)
-LAUNCHES = (FEW, MANY)
-
-
-def launch_for(routing: Routing) -> Launch:
+def block_rows(routing: Routing) -> int:
     """Blocks of ours lie in the base layer's, so that rows of one have the same expert."""
-    return MANY if routing.pairs > MANY_PAIRS and routing.block_size % MANY.block_rows == 0 else FEW
+    most = BLOCK_ROWS[-1] if routing.pairs > MANY_PAIRS else BLOCK_ROWS[-2]
+    return max(rows for rows in BLOCK_ROWS if rows <= most and routing.block_size % rows == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,30 +69,16 @@ class Experts:
         buffers = (self.gate_up_a, self.gate_up_b, self.down_a, self.down_b)
         return (self.site, *(buffer.shape for buffer in buffers), self.down_a.dtype)
 
-    def gate_up_delta(
-        self, x: torch.Tensor, routing: Routing, launch: Launch, h: torch.Tensor, out: torch.Tensor, *, add: bool
-    ) -> None:
-        rows, pdl = launch.block_rows, self.pdl
-        moe_shrink(x, self.gate_up_a, routing, h, slices=2, block_rows=rows, pdl=pdl)
-        moe_expand(h, self.gate_up_b, None, routing, out, add=add, block_rows=rows, pdl=pdl)
+    def gate_up_delta(self, x: torch.Tensor, routing: Routing, rows: int, out: torch.Tensor, *, add: bool) -> None:
+        moe_delta(x, self.gate_up_a, self.gate_up_b, None, routing, out, add=add, block_rows=rows)
 
     def activate(self, gate_up: torch.Tensor, delta: torch.Tensor | None, routing: Routing, out: torch.Tensor) -> None:
         moe_activate(gate_up, delta, routing, out, fast_math=self.fast_math, pdl=self.pdl)
 
     def down_delta(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        routing: Routing,
-        launch: Launch,
-        h: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        add: bool,
+        self, x: torch.Tensor, weights: torch.Tensor, routing: Routing, rows: int, out: torch.Tensor, *, add: bool
     ) -> None:
-        rows, pdl = launch.block_rows, self.pdl
-        moe_shrink(x, self.down_a, routing, h, slices=1, block_rows=rows, pdl=pdl)
-        moe_expand(h, self.down_b, weights, routing, out, add=add, block_rows=rows, pdl=pdl)
+        moe_delta(x, self.down_a, self.down_b, weights, routing, out, add=add, block_rows=rows)
 
 
 def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -153,14 +128,13 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
     gate_up = x.new_empty((routing.pairs, experts.gate_up_b.shape[2]))
     activated = x.new_empty((routing.pairs, experts.down_a.shape[3]))
     y = x.new_empty((*topk_ids.shape, experts.down_b.shape[2]))
-    launch = launch_for(routing)
-    h_gate_up, h_down = (new_h(routing.pairs, a, launch) for a in (experts.gate_up_a, experts.down_a))
+    rows = block_rows(routing)
     if batch.path is not Path.TWO_STREAMS:
         gemms.gate_up(gate_up)
-        experts.gate_up_delta(x, routing, launch, h_gate_up, gate_up, add=True)
+        experts.gate_up_delta(x, routing, rows, gate_up, add=True)
         experts.activate(gate_up, None, routing, activated)
         gemms.down(activated, y)
-        experts.down_delta(activated, weights, routing, launch, h_down, y.flatten(0, 1), add=True)
+        experts.down_delta(activated, weights, routing, rows, y.flatten(0, 1), add=True)
         return gemms.sum_over_experts(y)
 
     lane = experts.adapter_map.lanes.current()
@@ -168,26 +142,20 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
     lane.fork()
     gemms.gate_up(gate_up)
     with lane.side():
-        experts.gate_up_delta(x, routing, launch, h_gate_up, gate_up_delta, add=False)
+        experts.gate_up_delta(x, routing, rows, gate_up_delta, add=False)
     experts.activate(gate_up, gate_up_delta, routing, activated)
     lane.fork()
     gemms.down(activated, y)
     with lane.side():
         # Where sglang's sum adds in an order of its own, tokens without an adapter would lose their bits in ours.
         if gemms.sums_in_order():
-            experts.down_delta(activated, weights, routing, launch, h_down, y_delta.flatten(0, 1), add=False)
+            experts.down_delta(activated, weights, routing, rows, y_delta.flatten(0, 1), add=False)
     if gemms.sums_in_order():
         out = torch.empty_like(x)
         moe_sum(y, y_delta, routing, gemms.scaling, out, pdl=experts.pdl)
         return out
-    experts.down_delta(activated, weights, routing, launch, h_down, y.flatten(0, 1), add=True)
+    experts.down_delta(activated, weights, routing, rows, y.flatten(0, 1), add=True)
     return gemms.sum_over_experts(y)
-
-
-def new_h(pairs: int, a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """Room for what a shrink with `a` writes, [SPLIT_K, P, N]."""
-    _, _, n, k = a.shape
-    return a.new_empty((-(-k // launch.piece), pairs, n), dtype=torch.float32)
 
 
 def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
@@ -233,28 +201,27 @@ def self_check(experts: Experts) -> str:
         device=experts.down_a.device,
         shared_outer=experts.gate_up_a.shape[1] < experts.count,
     )
-    for launch, add in itertools.product(LAUNCHES, (False, True)):
-        if miss := check_kernels(experts, case, launch, add):
-            return f"self-check with {launch}, H {hidden}, I {intermediate}, rank {rank}: {miss}"
+    for rows, add in itertools.product(BLOCK_ROWS, (False, True)):
+        if miss := check_kernels(experts, case, rows, add):
+            return f"self-check of {rows} rows a block, H {hidden}, I {intermediate}, rank {rank}: {miss}"
     return _check_activation(experts, case) if case.x.is_cuda else ""
 
 
-def check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, launch: Launch, add: bool) -> str:
+def check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, rows: int, add: bool) -> str:
     """Run the layer's kernels with the case's adapters; how they miss, or "". add: in line, not in two streams."""
     experts = dataclasses.replace(
         experts, gate_up_a=case.gate_up_a, gate_up_b=case.gate_up_b, down_a=case.down_a, down_b=case.down_b
     )
-    routing, nan = case.routing(launch.block_rows), float("nan")
-    h_gate_up, h_down = (new_h(routing.pairs, a, launch).fill_(nan) for a in (case.gate_up_a, case.down_a))
+    routing, nan = case.routing(rows), float("nan")
     gate_up, y = case.gate_up.clone(), case.y.clone()
     gate_up_delta = gate_up if add else torch.full_like(gate_up, nan)
-    experts.gate_up_delta(case.x, routing, launch, h_gate_up, gate_up_delta, add=add)
+    experts.gate_up_delta(case.x, routing, rows, gate_up_delta, add=add)
     activated = torch.full_like(case.activated, nan)
     experts.activate(gate_up, None if add else gate_up_delta, routing, activated)
     if miss := moe_selfcheck.miss("activation", activated, case.expected_activated()):
         return miss
     y_delta = y if add else torch.full_like(y, nan)
-    experts.down_delta(case.activated, case.weights, routing, launch, h_down, y_delta.flatten(0, 1), add=add)
+    experts.down_delta(case.activated, case.weights, routing, rows, y_delta.flatten(0, 1), add=add)
     if add:
         return moe_selfcheck.miss("down projection", y, case.expected_y())
     out = torch.full_like(case.x, nan)

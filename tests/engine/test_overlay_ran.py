@@ -52,8 +52,7 @@ def test_adapted_experts_take_the_fast_kernels(engine, run):
     """experts: four requests decode together, two experts a token, through qkv and o around the experts."""
     decode = {(kernel, slices) for kernel, slices, rows in engine("on", run).launches("experts") if rows in (4, 8)}
     dense = {(kernel, slices) for kernel in ("shrink", "expand") for slices in (1, 3)}
-    experts = {(f"moe_{kernel}", slices) for kernel in ("shrink", "expand") for slices in (1, 2)}
-    assert decode == dense | experts | {("moe_activate", 2)}
+    assert decode == dense | {("moe_delta", 2), ("moe_activate", 2), ("moe_delta", 1)}
 
 
 @pytest.mark.parametrize("run", [*ALL_RUNS, "experts-csgmv"])

@@ -20,7 +20,7 @@ LAYERS = {  # hidden size, intermediate size, experts, experts a token
     "235b": (4096, 1536, 128, 8),
     "mixtral": (4096, 14336, 8, 2),
 }
-BATCHES = {1: moe.FEW, 5: moe.MANY, 64: moe.FEW, 256: moe.FEW, 1024: moe.MANY}
+BATCHES = {1: 16, 5: 64, 64: 16, 256: 32, 1024: 64}  # tokens -> rows a block
 
 
 def make(layer: str, tokens: int, ranks: tuple[int, ...], **options) -> tuple[moe.Experts, moe_selfcheck.MoeCase]:
@@ -35,16 +35,16 @@ def make(layer: str, tokens: int, ranks: tuple[int, ...], **options) -> tuple[mo
 @pytest.mark.parametrize("ranks", [(16,), (16, 8, 0, 33), (128, 1)], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_each_kernel_is_float64(layer, ranks):
-    for tokens, launch in BATCHES.items():
+    for tokens, rows in BATCHES.items():
         experts, case = make(layer, tokens, ranks, away_every=7, none_every=0 if tokens == 1 else 4)
         for add in (False, True):
-            assert not moe.check_kernels(experts, case, launch, add), f"{tokens} tokens, {launch}, add {add}"
+            assert not moe.check_kernels(experts, case, rows, add), f"{tokens} tokens, {rows} rows a block, add {add}"
 
 
 @pytest.mark.parametrize("add", [False, True])
 def test_shared_outer_factors_and_a_fused_shared_expert(add):
     experts, case = make("30b", 64, (16, 8), shared_outer=True, fused_shared=True)
-    assert not moe.check_kernels(experts, case, moe.FEW, add)
+    assert not moe.check_kernels(experts, case, 16, add)
 
 
 def test_the_base_layers_blocks_are_what_the_kernels_take_them_for():

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_expand, moe_shrink, moe_sum, shrink
+from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_delta, moe_sum, shrink
 
 POINTERS = {"tiles": "*i32", "arrivals": "*i32", "topk_ids": "*i32", "row_slots": "*i32", "slot_ranks": "*i32"}
 POINTERS |= {"sorted_pairs": "*i32", "block_experts": "*i32", "padded": "*i32", "parts": "*fp32", "weights": "*fp32"}
@@ -46,17 +46,14 @@ def kernels():
     for rows, k, n, add in ((1, 128, 16, False), (16, 512, 16, False), (16, 16, 512, True), (64, 128, 128, True)):
         sizes = dict(K=k, N=n, ADD=add, BLOCK_ROWS=rows, BLOCK_K=min(128, k), BLOCK_N=max(16, min(128, n)), PDL=True)
         yield f"heads {rows} {k} {n}", heads_product._heads_kernel, sizes, 4, 2, ()
-    for rows, splits, block_k in ((16, 8, 256), (64, 1, 128)):
-        for rank in (8, 16, 64, 128):
+    for rows in (16, 64):
+        for rank, block_k in ((8, 128), (16, 128), (64, 64), (128, 32)):
             block_r = max(16, rank)
-            shared = dict(R=rank, SLOTS=8, BLOCK_ROWS=rows, PDL=True)
+            sizes = dict(R=rank, SLOTS=8, BLOCK_ROWS=rows, BLOCK_K=block_k, BLOCK_R=block_r, ADD=rows == 64)
+            sizes["BLOCK_N"] = max(16, min(256, 8192 // max(block_r, rows)))
             for slices, k, n in ((2, 2048, 768), (1, 768, 2048)):
-                at = f"{rows} rank {rank} slices {slices}"
-                sizes = dict(K=k, N=slices * rank, SPLIT_K=splits, BLOCK_N=min(32, max(16, slices * rank)), BLOCK_K=block_k)
-                yield f"moe shrink {at}", moe_shrink._moe_shrink_kernel, shared | sizes, 4, 3, ("h",)
-                sizes = dict(N=n, SLICES=slices, SPLIT_K=splits, BLOCK_R=block_r, ADD=rows == 64)
-                sizes["BLOCK_N"] = max(16, min(256, 8192 // slices // max(block_r, rows)))
-                yield f"moe expand {at}", moe_expand._moe_expand_kernel, shared | sizes, 4, 1, ("h",)
+                name = f"moe delta {rows} rank {rank} slices {slices}"
+                yield name, moe_delta._moe_delta_kernel, sizes | dict(SLICES=slices, K=k, N=n), 4, 4, ()
     for rows in (1, 8):
         sizes = dict(I=768, BLOCK_ROWS=rows, BLOCK_N=moe_activate.BLOCK_N, FAST_MATH=True, PDL=True)
         yield f"moe activate {rows}", moe_activate._moe_activate_kernel, sizes, 4, 1, ()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lora_fastpath.kernels.moe_activate import moe_activate
-from lora_fastpath.kernels.moe_expand import moe_expand
-from lora_fastpath.kernels.moe_shrink import moe_shrink
+from lora_fastpath.kernels.moe_delta import moe_delta
 from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.moe_selfcheck import MoeCase, make_case
 
@@ -46,22 +45,19 @@ def gate_up_delta(case: MoeCase, block_rows: int = 16, out: torch.Tensor | None 
     """gate_up with its deltas added, or what was written to `out`."""
     add = out is None
     out = case.gate_up.clone() if add else out
-    return _delta(case.x, case.gate_up_a, case.gate_up_b, None, case, out, add, block_rows, **options)
+    routing = case.routing(options.pop("block_size", block_rows))
+    options |= {"add": add, "block_rows": block_rows}
+    moe_delta(case.x, case.gate_up_a, case.gate_up_b, None, routing, out, **options)
+    return out
 
 
 def down_delta(case: MoeCase, block_rows: int = 16, out: torch.Tensor | None = None, **options) -> torch.Tensor:
     """y [P, H] with its deltas added, or what was written to `out`."""
     add = out is None
     out = case.y.flatten(0, 1).clone() if add else out
-    return _delta(case.activated, case.down_a, case.down_b, case.weights, case, out, add, block_rows, **options)
-
-
-def _delta(x, a, b, weights, case, out, add, block_rows, block_size=None, split_k=2, block_k=None, block_n=None):
-    routing = case.routing(block_size or block_rows)
-    h = torch.full((split_k, routing.pairs, a.shape[2]), NAN)
-    slices = 2 if weights is None else 1
-    moe_shrink(x, a, routing, h, slices=slices, block_rows=block_rows, block_k=block_k, block_n=block_n)
-    moe_expand(h, b, weights, routing, out, add=add, block_rows=block_rows, block_n=block_n)
+    routing = case.routing(options.pop("block_size", block_rows))
+    options |= {"add": add, "block_rows": block_rows}
+    moe_delta(case.activated, case.down_a, case.down_b, case.weights, routing, out, **options)
     return out
 
 
@@ -140,12 +136,11 @@ def test_activation_without_a_delta_is_the_base_layers():
     assert_close(activate(case, None), case.expected_activated(), dtype=case.x.dtype)
 
 
-@pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize("block_n", [16, 32])
 @pytest.mark.parametrize("block_k", [32, 64, 128])
-def test_more_and_longer_steps_than_columns(block_k, block_n, split_k):
+def test_more_and_longer_steps_than_columns(block_k, block_n):
     case = random_case("no-power-of-two")  # K is 72 and 40, N is 40 and 72
-    sizes = dict(block_k=block_k, block_n=block_n, split_k=split_k)
+    sizes = dict(block_k=block_k, block_n=block_n)
     assert_close(gate_up_delta(case, **sizes), case.expected_gate_up(), dtype=torch.float16)
     assert_close(down_delta(case, **sizes), case.expected_y().flatten(0, 1), dtype=torch.float16)
 
@@ -156,7 +151,7 @@ def test_a_block_takes_a_part_of_the_base_layers():
     assert_close(down_delta(case, 32, block_size=128), case.expected_y().flatten(0, 1), dtype=torch.float16)
 
 
-def test_many_adapters_in_a_block():
+def test_more_adapters_in_a_block_than_blocks_that_share_them():
     case = make_case(33, 2, 2, tuple(range(1, 17)), 16, 32, 16, torch.float16, "cpu", none_every=5)
     assert_close(gate_up_delta(case, 64), case.expected_gate_up(), dtype=torch.float16)
     assert_close(down_delta(case, 64), case.expected_y().flatten(0, 1), dtype=torch.float16)

@@ -22,8 +22,7 @@ launches: collections.Counter[str] = collections.Counter()
 SHAPES = {
     "shrink": lambda given: (given["slices"], len(given["x"])),
     "expand": lambda given: (len(given["ends"]), len(given["y"])),
-    "moe_shrink": lambda given: (given["slices"], given["routing"].pairs),
-    "moe_expand": lambda given: (2 if given["weights"] is None else 1, given["routing"].pairs),
+    "moe_delta": lambda given: (2 if given["weights"] is None else 1, given["routing"].pairs),
     "moe_activate": lambda given: (2, given["routing"].pairs),
     "heads_product": lambda given: (1, len(given["x"])),
 }
