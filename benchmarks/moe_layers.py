@@ -82,6 +82,7 @@ class Layer:
             stock.runner_without_lora(self.sglang),
             fast_math=True,
             pdl=True,
+            quantizes=fp8 and moe._quantizes_as_sglang(w13.device, w13.dtype, True),
         )
 
     def __call__(self, x: torch.Tensor, topk_output: object, batch: types.SimpleNamespace | None) -> torch.Tensor:

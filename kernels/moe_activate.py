@@ -9,6 +9,8 @@
     delta    [P, 2I]  same dtype, contiguous; undefined in rows of pairs that get no delta. Or None: there is no delta
     routing  see moe_routing.py
     out      [P, I]   dtype of gate_up, unit stride along I; pairs of experts on other ranks are left unwritten
+    codes    [P, I]         float8 e4m3, contiguous: out over its scale, for a base GEMM of FP8 blocks. Or None
+    scales   [P, I / 128]   float32, contiguous: of each 128 columns, their largest magnitude / 448
 
 Sums and silu are float32 and rounded once, in out. Rows without a delta have the bits of a batch without adapters.
 
@@ -52,12 +54,34 @@ def _silu_and_mul(gate, up, FAST_MATH: tl.constexpr):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@triton.jit
+def quantize(x, FAST_MATH: tl.constexpr):
+    """x [rows, columns] float32 as codes [rows, columns] and scales [rows, columns / 128].
+
+    FAST_MATH: with the GPU's approximate reciprocal, as sglang's own kernel is compiled; the codes have its bits.
+    """
+    groups: tl.constexpr = x.shape[1] // 128
+    x = tl.reshape(x, (x.shape[0], groups, 128))
+    largest = tl.maximum(tl.max(tl.abs(x), axis=2), 1e-10)
+    if FAST_MATH:
+        factor = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [largest], dtype=tl.float32, is_pure=True, pack=1
+        )
+        factor *= 448.0
+    else:
+        factor = 448.0 / largest
+    codes = tl.minimum(tl.maximum(x * factor[:, :, None], -448.0), 448.0)
+    return tl.reshape(codes, (x.shape[0], groups * 128)), largest * (1.0 / 448.0)
+
+
 # Left open for the reasons that moe_delta.py gives.
 @triton.jit(do_not_specialize=["pairs", "experts", "top_k"])
 def _moe_activate_kernel(
     gate_up_ptr,
     delta_ptr,
     out_ptr,
+    codes_ptr,
+    scales_ptr,
     topk_ids_ptr,
     row_slots_ptr,
     slot_ranks_ptr,
@@ -92,8 +116,14 @@ def _moe_activate_kernel(
         gate = tl.where(changed, gate + gate_delta, gate)
         up = tl.where(changed, up + up_delta, up)
     out = _silu_and_mul(gate, up, FAST_MATH)
-    at = out_ptr + pair.to(tl.int64)[:, None] * out_row_stride + n[None, :]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside & (expert >= 0)[:, None])
+    out = out.to(out_ptr.dtype.element_ty)
+    pair, here = pair.to(tl.int64)[:, None], (expert >= 0)[:, None]
+    tl.store(out_ptr + pair * out_row_stride + n[None, :], out, mask=inside & here)
+    if codes_ptr is not None:
+        codes, scales = quantize(out.to(tl.float32), FAST_MATH)
+        tl.store(codes_ptr + pair * I + n[None, :], codes.to(codes_ptr.dtype.element_ty), mask=inside & here)
+        group = tl.program_id(1) * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)[None, :]
+        tl.store(scales_ptr + pair * (I // 128) + group, scales, mask=here & (group < I // 128))
 
 
 def moe_activate(
@@ -101,6 +131,8 @@ def moe_activate(
     delta: torch.Tensor | None,
     routing: Routing,
     out: torch.Tensor,
+    codes: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     *,
     fast_math: bool = False,
     pdl: bool = False,
@@ -115,9 +147,9 @@ def moe_activate(
     strides = (gate_up.stride(0), out.stride(0))
     launch(
         _moe_activate_kernel,
-        (gate_up.dtype, strides, delta is None),
+        (gate_up.dtype, strides, delta is None, codes is None),
         (cdiv(routing.pairs, block_rows), cdiv(intermediate, BLOCK_N)),
-        (gate_up, delta, out, routing.topk_ids, routing.row_slots, routing.slot_ranks),
+        (gate_up, delta, out, codes, scales, routing.topk_ids, routing.row_slots, routing.slot_ranks),
         (routing.pairs, routing.experts, routing.top_k, *strides),
         (intermediate, block_rows, BLOCK_N, fast_math, pdl),
         {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),

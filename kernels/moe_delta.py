@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from lora_fastpath.kernels.launch import cdiv, launch, power_of_2
-from lora_fastpath.kernels.moe_routing import Routing, adapter_at, expert_stride, load_block
+from lora_fastpath.kernels.moe_routing import Routing, expert_stride
 
 FEW_PROGRAMS = 64
 """Columns are divided among blocks until there are so many; each repeats the shrink."""
@@ -55,7 +55,7 @@ def _put(out_ptr, delta, live, ADD: tl.constexpr):
 
 # The number of pairs changes with every prefill: specializing on it would compile in the middle of serving. The others are
 # left open so that the self-check, which makes do with few experts, compiles what will be launched.
-@triton.jit(do_not_specialize=["pairs", "top_k", "experts", "block_size", "rows_share"])
+@triton.jit(do_not_specialize=["pairs", "top_k", "experts", "block_size", "rows_share", "slots"])
 def _moe_delta_kernel(
     x_ptr,
     a_ptr,
@@ -72,6 +72,7 @@ def _moe_delta_kernel(
     experts,
     block_size,
     rows_share,
+    slots,
     x_row_stride,
     a_slot_stride,
     a_expert_stride,
@@ -90,16 +91,28 @@ def _moe_delta_kernel(
     ADD: tl.constexpr,
 ):
     start = tl.program_id(0) * BLOCK_ROWS
-    expert, pair, slot, ranks, place = load_block(
-        start, sorted_pairs_ptr, block_experts_ptr, padded_ptr, row_slots_ptr, slot_ranks_ptr,
-        pairs, top_k, experts, block_size, SLOTS, BLOCK_ROWS,
-    )  # fmt: skip
+    # All asked for before the first is looked at. Most blocks of a launch may find nothing to do, and they stand in the
+    # way of the base GEMM's for as long as it takes them to see it.
+    padded = tl.load(padded_ptr)
+    every = tl.arange(0, SLOTS)
+    ranks = tl.load(slot_ranks_ptr + every, mask=every < slots, other=0)
+    pair = tl.load(sorted_pairs_ptr + start + tl.arange(0, BLOCK_ROWS))
+    expert = tl.load(block_experts_ptr + start // block_size)
+    if (start >= padded) | (tl.program_id(1) >= tl.sum((ranks > 0).to(tl.int32), axis=0)):
+        return
+    adapted = (pair < pairs) & (expert >= 0) & (expert < experts)
+    slot = tl.load(row_slots_ptr + pair // top_k, mask=adapted, other=-1)
+    here = (tl.max((slot[:, None] == every[None, :]).to(tl.int32), axis=0) > 0) & (ranks > 0)
+    turns = tl.sum(here.to(tl.int32), axis=0)
+    turn_of = tl.where(here, tl.cumsum(here.to(tl.int32), axis=0) - 1, -1)
+    pair = pair.to(tl.int64)
     dtype: tl.constexpr = b_ptr.dtype.element_ty
     even: tl.constexpr = K % BLOCK_K == 0
     r = tl.arange(0, BLOCK_R)
     x_lines = x_ptr + (pair // rows_share)[:, None] * x_row_stride
-    for turn in tl.range(tl.program_id(1), tl.max(place, axis=0) + 1, tl.num_programs(1), num_stages=1):
-        own, rank = adapter_at(turn, place, slot, ranks, SLOTS)
+    for turn in tl.range(tl.program_id(1), turns, tl.num_programs(1), num_stages=1):
+        own = tl.max(tl.where(turn_of == turn, every, 0), axis=0)
+        rank = tl.max(tl.where(turn_of == turn, ranks, 0), axis=0)
         live, r_live = slot == own, r < rank
         a_lines = a_ptr + own.to(tl.int64) * a_slot_stride + expert.to(tl.int64) * a_expert_stride + r[:, None] * K
         h0 = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
@@ -154,7 +167,7 @@ def moe_delta(
     block_r = max(16, power_of_2(r))
     lines = block_rows + slices * block_r  # of x and A that a step of the shrink holds in shared memory
     block_k = block_k or max(32, min(128, power_of_2(9216 // lines + 1) // 2))
-    block_n = block_n or max(16, min(256, 8192 // max(block_r, block_rows)))
+    block_n = block_n or max(16, min(256, 4096 // block_rows, 8192 // block_r))
     slots, tokens = len(routing.slot_ranks), len(routing.topk_ids)
     strides = (x.stride(0), a.stride(0), expert_stride(a), b.stride(0), expert_stride(b), out.stride(0))
     launch(
@@ -167,7 +180,7 @@ def moe_delta(
         ),
         (x, a, b, weights, out, routing.sorted_pairs, routing.block_experts, routing.padded, routing.row_slots,
          routing.slot_ranks),
-        (routing.pairs, routing.top_k, routing.experts, routing.block_size, routing.pairs // x.shape[0], *strides),
+        (routing.pairs, routing.top_k, routing.experts, routing.block_size, routing.pairs // x.shape[0], slots, *strides),
         (k, n, r, slices, power_of_2(max(2, slots)), block_rows, block_k, block_n, block_r, add),
-        {"num_warps": 4, "num_stages": 4},
+        {"num_warps": 2 if block_rows == 32 else 4, "num_stages": 4},
     )  # fmt: skip

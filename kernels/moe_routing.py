@@ -50,32 +50,3 @@ def gets_delta(pair, expert, live, row_slots_ptr, slot_ranks_ptr, experts, top_k
     """Whether each pair does (see Routing)."""
     slot = tl.load(row_slots_ptr + pair // top_k, mask=live & (expert >= 0) & (expert < experts), other=-1)
     return tl.load(slot_ranks_ptr + slot, mask=slot >= 0, other=0) > 0
-
-
-@triton.jit
-def load_block(
-    start, sorted_pairs_ptr, block_experts_ptr, padded_ptr, row_slots_ptr, slot_ranks_ptr,
-    pairs, top_k, experts, block_size, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Rows [start, start + BLOCK_ROWS) of the sorted pairs, all of one expert.
-
-    Returns that expert; each row's pair (int64), slot (-1: it gets no delta) and rank; and for each slot its place
-    among the slots that the rows have, -1 for any other.
-    """
-    padded = tl.load(padded_ptr)
-    pair = tl.load(sorted_pairs_ptr + start + tl.arange(0, BLOCK_ROWS))
-    expert = tl.load(block_experts_ptr + start // block_size)
-    live = (pair < pairs) & (start < padded) & (expert >= 0) & (expert < experts)
-    slot = tl.load(row_slots_ptr + pair // top_k, mask=live, other=-1)
-    rank = tl.load(slot_ranks_ptr + slot, mask=slot >= 0, other=0)
-    slot = tl.where(rank > 0, slot, -1)
-    present = tl.max((slot[:, None] == tl.arange(0, SLOTS)[None, :]).to(tl.int32), axis=0)
-    place = tl.where(present > 0, tl.cumsum(present, axis=0) - 1, -1)
-    return expert, pair.to(tl.int64), slot, rank, place
-
-
-@triton.jit
-def adapter_at(turn, place, slot, rank, SLOTS: tl.constexpr):
-    """(slot, rank) of the adapter whose place is `turn`."""
-    own = tl.max(tl.where(place == turn, tl.arange(0, SLOTS), 0), axis=0)
-    return own, tl.max(tl.where(slot == own, rank, 0), axis=0)

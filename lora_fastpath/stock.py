@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -208,14 +210,59 @@ def activate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     fused_moe.silu_and_mul(gate_up, out)
 
 
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """sglang's FP8 codes [T, K] of x and their scales [T, K / 128], as its grouped GEMMs of FP8 blocks make them."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_kernels
+
+    return fused_moe_triton_kernels.sglang_per_token_group_quant_fp8(x, 128)
+
+
+def has_fp8_blocks(layer: torch.nn.Module) -> bool:
+    """Whether the layer's grouped GEMMs quantize their input, 128 columns at a time."""
+    quant = layer._quant_info
+    return bool(quant.use_fp8_w8a8 and quant.block_shape and quant.block_shape[1] == 128)
+
+
+@contextlib.contextmanager
+def _instead(module: Any, name: str, ours: Callable | None) -> Iterator[None]:
+    """While sglang runs one call of ours, module.name is `ours` (None: sglang's own)."""
+    if ours is None:
+        yield
+        return
+    own = getattr(module, name)
+    setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def _quantized(x: torch.Tensor, codes: tuple | None) -> contextlib.AbstractContextManager:
+    """Within it a grouped GEMM of x takes `codes` and does not quantize x again."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_kernels
+
+    name = "sglang_per_token_group_quant_fp8"
+    if codes is None:
+        return _instead(fused_moe_triton_kernels, name, None)
+    own = getattr(fused_moe_triton_kernels, name)
+
+    def given(asked: torch.Tensor, *args: Any, **options: Any) -> tuple:
+        return codes if asked is x else own(asked, *args, **options)
+
+    return _instead(fused_moe_triton_kernels, name, given)
+
+
 class ExpertGemms:
     """sglang's two grouped GEMMs of one expert layer and one batch, and the alignment that they share.
 
     Down GEMMs tuned for TMA run without it: with it the first GEMM's rows are in sorted order, where sglang's own LoRA
     hooks (and ours) expect them in the order of the tokens.
+
+    align: takes the place of sglang's alignment, (topk_ids, block size, experts) -> (pairs sorted by expert, each
+    block's expert, how many entries are in use).
     """
 
-    def __init__(self, layer: torch.nn.Module, dispatched: Any) -> None:
+    def __init__(self, layer: torch.nn.Module, dispatched: Any, align: Callable | None = None) -> None:
         from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
         self._sglang, self._config, self._quant = fused_moe, layer._lora_runner.config, layer._quant_info
@@ -230,9 +277,10 @@ class ExpertGemms:
             "block_shape",
         )
         quant = {name: getattr(self._quant, name) for name in fields}
-        self._gate_up_config, self._down_config, _, *alignment = fused_moe._prepare_fused_moe_run(
-            self._x, self._quant.w13_weight, self._quant.w2_weight, topk.topk_ids, **quant
-        )
+        with _instead(fused_moe, "moe_align_block_size", align):
+            self._gate_up_config, self._down_config, _, *alignment = fused_moe._prepare_fused_moe_run(
+                self._x, self._quant.w13_weight, self._quant.w2_weight, topk.topk_ids, **quant
+            )
         self._routing = (topk.topk_weights, topk.topk_ids, *alignment)
         config = self._config
         self._shared = quant | {
@@ -249,22 +297,24 @@ class ExpertGemms:
         """What the sum over experts is multiplied with."""
         return 1.0 if self._config.routed_scaling_factor is None else self._config.routed_scaling_factor
 
-    def gate_up(self, out: torch.Tensor) -> None:
-        """out [P, 2I] = x times each pair's expert."""
+    def gate_up(self, out: torch.Tensor, codes: tuple | None = None) -> None:
+        """out [P, 2I] = x times each pair's expert. codes: what `quantize` would give for x, if it has been made."""
         quant = self._quant
-        self._sglang.invoke_fused_moe_kernel(
-            self._x, quant.w13_weight, quant.b13, out, quant.a13_scale, quant.w13_scale, quant.w13_zp,
-            *self._routing, False, self._top_k, self._gate_up_config, **self._shared,
-        )  # fmt: skip
+        with _quantized(self._x, codes):
+            self._sglang.invoke_fused_moe_kernel(
+                self._x, quant.w13_weight, quant.b13, out, quant.a13_scale, quant.w13_scale, quant.w13_zp,
+                *self._routing, False, self._top_k, self._gate_up_config, **self._shared,
+            )  # fmt: skip
 
-    def down(self, activated: torch.Tensor, out: torch.Tensor) -> None:
+    def down(self, activated: torch.Tensor, out: torch.Tensor, codes: tuple | None = None) -> None:
         """out [T, top_k, H] = the routing weight times activated [P, I] times each pair's expert."""
         quant = self._quant
-        self._sglang.invoke_fused_moe_kernel(
-            activated, quant.w2_weight, quant.b2, out, quant.a2_scale, quant.w2_scale, quant.w2_zp,
-            *self._routing, True, 1, self._down_config or self._gate_up_config,
-            router_topk=self._top_k, **self._shared,
-        )  # fmt: skip
+        with _quantized(activated, codes):
+            self._sglang.invoke_fused_moe_kernel(
+                activated, quant.w2_weight, quant.b2, out, quant.a2_scale, quant.w2_scale, quant.w2_zp,
+                *self._routing, True, 1, self._down_config or self._gate_up_config,
+                router_topk=self._top_k, **self._shared,
+            )  # fmt: skip
 
     def sums_in_order(self) -> bool:
         """Whether the reduction below adds a token's experts in their order, in float32.

@@ -3,20 +3,23 @@
 Small batches, with two streams:                       Larger ones, in line:
 
     main stream                 side stream                align, gate_up GEMM (sglang)
-    align (sglang)                                         moe_delta into the GEMM's output
+    moe_prepare                                            moe_delta into the GEMM's output
     gate_up GEMM (sglang)       moe_delta                  moe_activate: silu(g) * u
     moe_activate: silu(g + dg) * (u + du)                  down GEMM (sglang)
     down GEMM (sglang)          moe_delta                  moe_delta into the GEMM's output
     moe_sum over a token's experts                         sum over a token's experts (sglang)
 
-Nothing is written into the layer's input: models read it on a second stream (shared experts) at the same time. A batch
+moe_prepare stands for sglang's alignment and quantization of a small batch, and moe_activate quantizes its output too: with
+what that saves the adapters are paid for. Nothing is written into the layer's input: models read it on a second stream (shared experts) at the same time. A batch
 without adapters runs sglang's own sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from lora_fastpath import moe_selfcheck, stock
 from lora_fastpath.gate import Path
 from lora_fastpath.kernels.moe_activate import moe_activate
 from lora_fastpath.kernels.moe_delta import moe_delta
+from lora_fastpath.kernels.moe_prepare import MOST_PAIRS, moe_prepare
 from lora_fastpath.kernels.moe_routing import Routing
 from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.patches import dense
@@ -44,6 +48,10 @@ def block_rows(routing: Routing) -> int:
     return max(rows for rows in BLOCK_ROWS if rows <= most and routing.block_size % rows == 0)
 
 
+Codes = tuple[torch.Tensor, torch.Tensor]
+"""FP8 codes and their scales, see kernels/moe_activate.py."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Experts:
     """One layer's adapters as the kernels see them; attached to sglang's layer as `lora_fastpath`."""
@@ -57,6 +65,7 @@ class Experts:
     base_runner: Any  # sglang's runner of the layer without LoRA
     fast_math: bool  # sglang compiles its activation with --use_fast_math before compute capability 10.0
     pdl: bool  # programmatic dependent launch, compute capability 9.0 and later
+    quantizes: bool = False  # the base GEMMs take FP8 codes, and ours have the bits of sglang's
 
     @property
     def count(self) -> int:
@@ -72,8 +81,35 @@ class Experts:
     def gate_up_delta(self, x: torch.Tensor, routing: Routing, rows: int, out: torch.Tensor, *, add: bool) -> None:
         moe_delta(x, self.gate_up_a, self.gate_up_b, None, routing, out, add=add, block_rows=rows)
 
-    def activate(self, gate_up: torch.Tensor, delta: torch.Tensor | None, routing: Routing, out: torch.Tensor) -> None:
-        moe_activate(gate_up, delta, routing, out, fast_math=self.fast_math, pdl=self.pdl)
+    def new_codes(self, x: torch.Tensor) -> Codes | None:
+        """Room for the codes and scales of x, if the base GEMMs want them."""
+        if not self.quantizes:
+            return None
+        scales = x.new_empty((len(x), x.shape[1] // 128), dtype=torch.float32)
+        return torch.empty_like(x, dtype=torch.float8_e4m3fn), scales
+
+    def prepare(self, x: torch.Tensor, topk_ids: torch.Tensor, codes: Codes | None) -> Callable:
+        """What takes the place of sglang's alignment, and quantizes x on the way."""
+
+        def align(ids: torch.Tensor, block_size: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            pairs = ids.numel()
+            places = pairs * block_size if pairs <= count else pairs + (count + 1) * (block_size - 1)
+            sizes = places, -(-places // block_size), 1
+            tables = tuple(topk_ids.new_empty(size) for size in sizes)
+            moe_prepare(x, topk_ids, count, *tables, block_size, *(codes or ()), fast_math=self.fast_math, pdl=self.pdl)
+            return tables
+
+        return align
+
+    def activate(
+        self,
+        gate_up: torch.Tensor,
+        delta: torch.Tensor | None,
+        routing: Routing,
+        out: torch.Tensor,
+        codes: Codes | None = None,
+    ) -> None:
+        moe_activate(gate_up, delta, routing, out, *(codes or ()), fast_math=self.fast_math, pdl=self.pdl)
 
     def down_delta(
         self, x: torch.Tensor, weights: torch.Tensor, routing: Routing, rows: int, out: torch.Tensor, *, add: bool
@@ -123,29 +159,31 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
         return torch.empty_like(x)
     # For our kernels alone; sglang makes both so for nearly every model.
     topk_ids, weights = topk.topk_ids.to(torch.int32).contiguous(), topk.topk_weights.float().contiguous()
-    gemms = stock.ExpertGemms(layer, dispatched)
+    few = topk_ids.numel() <= MOST_PAIRS
+    x_codes = experts.new_codes(x) if few else None
+    gemms = stock.ExpertGemms(layer, dispatched, experts.prepare(x, topk_ids, x_codes) if few else None)
     routing = Routing(topk_ids, batch.row_slots, batch.slot_ranks, experts.count, *gemms.blocks())
     gate_up = x.new_empty((routing.pairs, experts.gate_up_b.shape[2]))
     activated = x.new_empty((routing.pairs, experts.down_a.shape[3]))
     y = x.new_empty((*topk_ids.shape, experts.down_b.shape[2]))
-    rows = block_rows(routing)
+    codes, rows = experts.new_codes(activated), block_rows(routing)
     if batch.path is not Path.TWO_STREAMS:
-        gemms.gate_up(gate_up)
+        gemms.gate_up(gate_up, x_codes)
         experts.gate_up_delta(x, routing, rows, gate_up, add=True)
-        experts.activate(gate_up, None, routing, activated)
-        gemms.down(activated, y)
+        experts.activate(gate_up, None, routing, activated, codes)
+        gemms.down(activated, y, codes)
         experts.down_delta(activated, weights, routing, rows, y.flatten(0, 1), add=True)
         return gemms.sum_over_experts(y)
 
     lane = experts.adapter_map.lanes.current()
     gate_up_delta, y_delta = torch.empty_like(gate_up), torch.empty_like(y)
     lane.fork()
-    gemms.gate_up(gate_up)
+    gemms.gate_up(gate_up, x_codes)
     with lane.side():
         experts.gate_up_delta(x, routing, rows, gate_up_delta, add=False)
-    experts.activate(gate_up, gate_up_delta, routing, activated)
+    experts.activate(gate_up, gate_up_delta, routing, activated, codes)
     lane.fork()
-    gemms.down(activated, y)
+    gemms.down(activated, y, codes)
     with lane.side():
         # Where sglang's sum adds in an order of its own, tokens without an adapter would lose their bits in ours.
         if gemms.sums_in_order():
@@ -183,7 +221,23 @@ def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
         raise Unfit(f"the experts' weights are {found} wide, the adapters {(width, hidden)}")
     capability = dense.capability(down_a.device)
     fast_math, pdl = (0, 0) < capability < (10, 0), capability >= (9, 0)
-    return Experts(site, adapter_map, *buffers, stock.runner_without_lora(layer), fast_math, pdl)
+    quantizes = pdl and stock.has_fp8_blocks(layer) and _quantizes_as_sglang(down_a.device, down_a.dtype, fast_math)
+    return Experts(site, adapter_map, *buffers, stock.runner_without_lora(layer), fast_math, pdl, quantizes)
+
+
+@functools.cache
+def _quantizes_as_sglang(device: torch.device, dtype: torch.dtype, fast_math: bool) -> bool:
+    """Whether codes and scales of ours have the bits of sglang's, in rows of every size."""
+    sizes = torch.logspace(-8, 4, 64, device=device)[:, None]
+    x = (torch.randn(64, 512, device=device, generator=torch.Generator(device).manual_seed(0)) * sizes).to(dtype)
+    x[0] = 0
+    ids = torch.zeros(64, 1, dtype=torch.int32, device=device)
+    codes = torch.zeros_like(x, dtype=torch.float8_e4m3fn), torch.zeros(64, 4, device=device)
+    tables = ids.new_empty(64 + 16), ids.new_empty(5), ids.new_empty(1)
+    moe_prepare(x, ids, 1, *tables, 16, *codes, fast_math=fast_math)
+    return all(
+        torch.equal(ours.view(torch.uint8), own.view(torch.uint8)) for ours, own in zip(codes, stock.quantize(x))
+    )
 
 
 def self_check(experts: Experts) -> str:
@@ -204,7 +258,21 @@ def self_check(experts: Experts) -> str:
     for rows, add in itertools.product(BLOCK_ROWS, (False, True)):
         if miss := check_kernels(experts, case, rows, add):
             return f"self-check of {rows} rows a block, H {hidden}, I {intermediate}, rank {rank}: {miss}"
-    return _check_activation(experts, case) if case.x.is_cuda else ""
+    return _check_preparation(experts, case) or (_check_activation(experts, case) if case.x.is_cuda else "")
+
+
+def _check_preparation(experts: Experts, case: moe_selfcheck.MoeCase) -> str:
+    """Pairs sorted as sglang's alignment does it, with as many experts as the layer has."""
+    wanted = case.routing(16)
+    pairs, blocks, padded = experts.prepare(case.x, case.topk_ids, None)(case.topk_ids, 16, experts.count)
+    used = int(wanted.padded)
+    if (
+        int(padded) != used
+        or not torch.equal(pairs[:used], wanted.sorted_pairs[:used])
+        or not torch.equal(blocks[: used // 16], wanted.block_experts[: used // 16])
+    ):
+        return "self-check of the preparation: pairs are not sorted by expert"
+    return ""
 
 
 def check_kernels(experts: Experts, case: moe_selfcheck.MoeCase, rows: int, add: bool) -> str:

@@ -15,6 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lora_fastpath import moe_selfcheck, selfcheck
+from lora_fastpath.kernels.moe_activate import moe_activate
+from lora_fastpath.kernels.moe_prepare import moe_prepare
 from lora_fastpath.patches import dense, moe
 from lora_fastpath.streams import Lanes
 
@@ -48,3 +50,15 @@ for hidden, intermediate, ranks in ((256, 128, (8, 3, 0)), (200, 96, (128, 1, 16
         torch.cuda.synchronize()
         print(f"experts, H {hidden}, I {intermediate}, {rows} rows a block, add {add}: {miss or 'ok'}")
         assert not miss
+
+for tokens, top_k, experts, hidden in ((1, 1, 3, 128), (7, 3, 5, 384), (32, 8, 128, 640)):
+    case = moe_selfcheck.make_case(tokens, top_k, experts, (4,), 4, hidden, 128, torch.bfloat16, "cuda")
+    places = tokens * top_k + (experts + 1) * 15
+    tables = [case.topk_ids.new_empty(size) for size in (places, -(-places // 16), 1)]
+    codes = torch.empty_like(case.x, dtype=torch.float8_e4m3fn), torch.empty(tokens, hidden // 128, device="cuda")
+    moe_prepare(case.x, case.topk_ids, experts, *tables, 16, *codes, fast_math=True, pdl=True)
+    out = case.activated.clone()
+    codes = torch.empty_like(out, dtype=torch.float8_e4m3fn), torch.empty(len(out), 1, device="cuda")
+    moe_activate(case.gate_up, None, case.routing(16), out, *codes, fast_math=True, pdl=True)
+    torch.cuda.synchronize()
+    print(f"preparation of {tokens} tokens with {top_k} of {experts} experts, H {hidden}: ran")

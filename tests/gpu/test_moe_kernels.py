@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lora_fastpath import moe_selfcheck, stock
+from lora_fastpath.kernels.moe_prepare import moe_prepare
 from lora_fastpath.kernels.moe_routing import Routing
 from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.patches import moe
@@ -51,20 +52,47 @@ def test_the_base_layers_blocks_are_what_the_kernels_take_them_for():
     """sglang's alignment: pairs sorted by expert, -1 first, each expert padded to full blocks."""
     from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
 
-    ids_of_none = torch.full((1,), -1, dtype=torch.int32, device="cuda")
     for tokens in (1, 7, 64, 700):
         _, case = make("30b", tokens, (16,), away_every=7)
         wanted = case.routing(16)
         pairs, experts, padded = moe_align_block_size(case.topk_ids, 16, 128)
-        used = int(wanted.padded)
+        used, real = int(wanted.padded), pairs < case.topk_ids.numel()
         assert int(padded) == used
         assert torch.equal(experts[: used // 16], wanted.block_experts[: used // 16])
         assert torch.equal(pairs[:used].sort().values, wanted.sorted_pairs[:used].sort().values)
-        ids = torch.cat([case.topk_ids.flatten(), ids_of_none])[pairs[:used].clamp(max=case.topk_ids.numel())]
-        assert torch.equal(
-            ids[pairs[:used] < case.topk_ids.numel()],
-            experts.repeat_interleave(16)[:used][pairs[:used] < case.topk_ids.numel()],
-        )
+        real = real[:used]
+        of_pair, of_block = case.topk_ids.flatten()[pairs[:used][real].long()], experts.repeat_interleave(16)[:used]
+        assert torch.equal(of_pair, of_block[real])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_codes_and_scales_have_the_bits_of_sglangs(dtype):
+    assert moe._quantizes_as_sglang(torch.device("cuda", 0), dtype, True)
+    for tokens in (3, 700):  # rows one by one, and by eights
+        experts, case = make("30b", tokens, (16,), none_every=0)
+        gate_up = (case.gate_up * torch.logspace(-6, 2, len(case.gate_up), device="cuda")[:, None]).to(dtype)
+        out = gate_up.new_empty(len(gate_up), 768)
+        codes = torch.empty_like(out, dtype=torch.float8_e4m3fn), out.new_empty(len(out), 6, dtype=torch.float32)
+        experts.activate(gate_up, None, case.routing(16), out, codes)
+        for ours, own in zip(codes, stock.quantize(out)):
+            assert torch.equal(ours.view(torch.uint8), own.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20, 32])
+def test_a_small_batchs_pairs_are_sorted_into_the_same_blocks(tokens):
+    from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
+
+    for experts, block_size in ((128, 16), (128, 64), (256, 16)):
+        _, case = make("30b", tokens, (16,), away_every=7 if tokens > 3 else 0)
+        pairs, blocks, padded = moe_align_block_size(case.topk_ids, block_size, experts)
+        tables = [torch.full_like(table, -7) for table in (pairs, blocks, padded)]
+        moe_prepare(case.x, case.topk_ids, experts, *tables, block_size, pdl=True)
+        used = int(padded)
+        assert int(tables[2]) == used and torch.equal(tables[1][: used // block_size], blocks[: used // block_size])
+        ours, own = (table[:used].view(-1, block_size).sort(1).values for table in (tables[0], pairs))
+        if not (case.topk_ids < 0).any():  # an expert of several blocks has its pairs in any of them
+            assert torch.equal(ours, own)
+        assert torch.equal(ours.flatten().sort().values, own.flatten().sort().values)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 2.5])

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_delta, moe_sum, shrink
+from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_delta, moe_prepare, moe_sum, shrink
 
 POINTERS = {"tiles": "*i32", "arrivals": "*i32", "topk_ids": "*i32", "row_slots": "*i32", "slot_ranks": "*i32"}
-POINTERS |= {"sorted_pairs": "*i32", "block_experts": "*i32", "padded": "*i32", "parts": "*fp32", "weights": "*fp32"}
+POINTERS |= {"sorted_pairs": "*i32", "block_experts": "*i32", "padded": "*i32", "codes": "*fp8e4nv", "scales": "*fp32", "parts": "*fp32", "weights": "*fp32"}
 UNSPECIALIZED = (
     "tokens",
     "pairs",
@@ -26,6 +26,8 @@ UNSPECIALIZED = (
     "top_k",
     "rows_share",
     "block_size",
+    "slots",
+    "places",
     "scaling",
     "x_row_stride",
     "x_head_stride",
@@ -46,17 +48,23 @@ def kernels():
     for rows, k, n, add in ((1, 128, 16, False), (16, 512, 16, False), (16, 16, 512, True), (64, 128, 128, True)):
         sizes = dict(K=k, N=n, ADD=add, BLOCK_ROWS=rows, BLOCK_K=min(128, k), BLOCK_N=max(16, min(128, n)), PDL=True)
         yield f"heads {rows} {k} {n}", heads_product._heads_kernel, sizes, 4, 2, ()
-    for rows in (16, 64):
+    for rows, warps in ((16, 4), (32, 2), (64, 4)):
         for rank, block_k in ((8, 128), (16, 128), (64, 64), (128, 32)):
             block_r = max(16, rank)
             sizes = dict(R=rank, SLOTS=8, BLOCK_ROWS=rows, BLOCK_K=block_k, BLOCK_R=block_r, ADD=rows == 64)
-            sizes["BLOCK_N"] = max(16, min(256, 8192 // max(block_r, rows)))
+            sizes["BLOCK_N"] = max(16, min(256, 4096 // rows, 8192 // block_r))
             for slices, k, n in ((2, 2048, 768), (1, 768, 2048)):
                 name = f"moe delta {rows} rank {rank} slices {slices}"
-                yield name, moe_delta._moe_delta_kernel, sizes | dict(SLICES=slices, K=k, N=n), 4, 4, ()
+                yield name, moe_delta._moe_delta_kernel, sizes | dict(SLICES=slices, K=k, N=n), warps, 4, ()
     for rows in (1, 8):
         sizes = dict(I=768, BLOCK_ROWS=rows, BLOCK_N=moe_activate.BLOCK_N, FAST_MATH=True, PDL=True)
         yield f"moe activate {rows}", moe_activate._moe_activate_kernel, sizes, 4, 1, ()
+        sizes |= dict(codes_ptr=None, scales_ptr=None, delta_ptr=None)
+        yield f"moe activate {rows} plain", moe_activate._moe_activate_kernel, sizes, 4, 1, ()
+    for hidden, experts in ((2048, 128), (4096, 256), (7168, 256)):
+        sizes = dict(H=hidden, BINS=2 * experts, BLOCK_H=1 << (hidden - 1).bit_length(), FAST_MATH=True, PDL=True)
+        sizes["MOST_PAIRS"] = moe_prepare.MOST_PAIRS
+        yield f"moe prepare {hidden} {experts}", moe_prepare._moe_prepare_kernel, sizes, 16, 1, ()
     sizes = dict(H=2048, TOP_K=8, BLOCK_N=moe_sum.BLOCK_N, PDL=True)
     yield "moe sum", moe_sum._moe_sum_kernel, sizes, 4, 1, ()
 
@@ -66,6 +74,8 @@ def main(capability: int) -> None:
     for name, kernel, constants, warps, stages, float32 in kernels():
         if "PDL" in constants:
             constants["PDL"] = capability >= 90
+        if capability < 90:  # no FP8 there, and no experts in it
+            constants |= {name: None for name in ("codes_ptr", "scales_ptr") if name in kernel.arg_names}
         signature, attributes = {}, {}
         for i, argument in enumerate(kernel.arg_names):
             if argument in constants:

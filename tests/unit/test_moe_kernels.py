@@ -10,6 +10,7 @@ import torch
 
 from lora_fastpath.kernels.moe_activate import moe_activate
 from lora_fastpath.kernels.moe_delta import moe_delta
+from lora_fastpath.kernels.moe_prepare import moe_prepare
 from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.moe_selfcheck import MoeCase, make_case
 
@@ -213,3 +214,48 @@ def test_a_batch_without_adapters_changes_nothing():
     case = without_adapters(random_case("several-ranks"))
     assert torch.equal(gate_up_delta(case), case.gate_up)
     assert down_delta(case, out=unwritten(case.y.flatten(0, 1))).isnan().all()
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 3), (5, 3, 4), (31, 8, 128), (32, 8, 8), (90, 2, 3)])
+def test_preparation_sorts_pairs_by_expert(tokens, top_k, experts, block_size):
+    away = 4 if tokens > 1 else 0
+    case = make_case(tokens, top_k, experts, (4,), 4, 32, 16, torch.float16, "cpu", away_every=away)
+    wanted, pairs = case.routing(block_size), tokens * top_k
+    places = pairs + (experts + 1) * (block_size - 1)
+    tables = [torch.full((size,), -7, dtype=torch.int32) for size in (places, -(-places // block_size), 1)]
+    moe_prepare(case.x, case.topk_ids, experts, *tables, block_size)
+    used = int(wanted.padded)
+    assert int(tables[2]) == used
+    assert torch.equal(tables[0][:used], wanted.sorted_pairs[:used]) and (tables[0][used:] == pairs).all()
+    assert torch.equal(tables[1][: used // block_size], wanted.block_experts[: used // block_size])
+
+
+def assert_codes(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    """x [T, K] as codes and scales. The interpreter loses the carry where a code is rounded up to a power of two."""
+    x = x.float().view(*scales.shape, 128)
+    torch.testing.assert_close(scales, x.abs().amax(2) / 448, rtol=1e-6, atol=0)
+    wanted = (x * (448 / x.abs().amax(2, keepdim=True))).to(torch.float8_e4m3fn).float()
+    got, powers = codes.float().view(wanted.shape), torch.frexp(wanted).mantissa.abs() == 0.5
+    torch.testing.assert_close(got[~powers], wanted[~powers], rtol=2**-3, atol=2**-9)  # a neighbour, on ties
+    assert (got == wanted)[~powers].float().mean() > 0.999 and powers.float().mean() < 0.3
+
+
+def test_preparation_quantizes_x():
+    case = make_case(7, 2, 3, (4,), 4, 384, 16, torch.float16, "cpu")
+    tables = [torch.empty(size, dtype=torch.int32) for size in (200, 20, 1)]
+    codes, scales = torch.zeros(7, 384, dtype=torch.float8_e4m3fn), torch.full((7, 3), NAN)
+    moe_prepare(case.x, case.topk_ids, 3, *tables, 16, codes, scales)
+    assert_codes(codes, scales, case.x)
+
+
+@pytest.mark.parametrize("tokens", [5, 140])  # rows one by one, and by eights
+def test_activation_quantizes_what_it_writes(tokens):
+    case = make_case(tokens, 2, 3, (4,), 4, 32, 384, torch.float16, "cpu", away_every=3)
+    out = unwritten(case.activated)
+    codes, scales = torch.zeros(out.shape, dtype=torch.float8_e4m3fn), torch.full((len(out), 3), NAN)
+    moe_activate(case.gate_up, None, case.routing(16), out, codes, scales)
+    away = case.topk_ids.flatten() < 0
+    assert away.any() and scales[away].isnan().all()
+    assert_codes(codes[~away], scales[~away], out[~away])
+    assert torch.equal(out[~away], activate(case, None)[~away])
