@@ -32,7 +32,11 @@ def _sort_pairs(
 ):  # fmt: skip
     pair = tl.arange(0, MOST_PAIRS)
     bin = tl.load(topk_ids_ptr + pair, mask=pair < pairs, other=BINS) + 1  # -1 is the first
-    place = tl.sum(((bin[:, None] == bin[None, :]) & (pair[None, :] < pair[:, None])).to(tl.int32), axis=1)
+    place = tl.zeros((MOST_PAIRS,), dtype=tl.int32)
+    for start in range(0, pairs, 32):
+        other = start + tl.arange(0, 32)
+        same = tl.load(topk_ids_ptr + other, mask=other < pairs, other=BINS)[None, :] + 1 == bin[:, None]
+        place += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), axis=1)
     count = tl.histogram(bin, BINS, mask=pair < pairs)
     blocks = (count + block_size - 1) // block_size
     first = tl.cumsum(blocks, axis=0) - blocks
@@ -108,5 +112,5 @@ def moe_prepare(
         (x, topk_ids, sorted_pairs, block_experts, padded, codes, scales),
         (topk_ids.numel(), sorted_pairs.numel(), block_size),
         (hidden, power_of_2(experts + 1), MOST_PAIRS, max(128, power_of_2(hidden)), fast_math, pdl),
-        {"num_warps": 16, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
+        {"num_warps": 8, "num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
     )

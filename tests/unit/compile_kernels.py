@@ -64,7 +64,7 @@ def kernels():
     for hidden, experts in ((2048, 128), (4096, 256), (7168, 256)):
         sizes = dict(H=hidden, BINS=2 * experts, BLOCK_H=1 << (hidden - 1).bit_length(), FAST_MATH=True, PDL=True)
         sizes["MOST_PAIRS"] = moe_prepare.MOST_PAIRS
-        yield f"moe prepare {hidden} {experts}", moe_prepare._moe_prepare_kernel, sizes, 16, 1, ()
+        yield f"moe prepare {hidden} {experts}", moe_prepare._moe_prepare_kernel, sizes, 8, 1, ()
     sizes = dict(H=2048, TOP_K=8, BLOCK_N=moe_sum.BLOCK_N, PDL=True)
     yield "moe sum", moe_sum._moe_sum_kernel, sizes, 4, 1, ()
 
