@@ -1,6 +1,6 @@
 """Site `moe`: FusedMoEWithLoRA. sglang's expert GEMMs with the LoRA deltas around them, for layers served by its Triton runner.
 
-Small batches, with two streams:                       Larger ones, in line:
+Small batches; in one stream if not under a graph:     Larger ones, in one stream:
 
     main stream                 side stream                align, gate_up GEMM (sglang)
     moe_prepare                                            moe_delta into the GEMM's output
@@ -10,12 +10,14 @@ Small batches, with two streams:                       Larger ones, in line:
     moe_sum over a token's experts                         sum over a token's experts (sglang)
 
 moe_prepare stands for sglang's alignment and quantization of a small batch, and moe_activate quantizes its output too: with
-what that saves the adapters are paid for. Nothing is written into the layer's input: models read it on a second stream (shared experts) at the same time. A batch
-without adapters runs sglang's own sequence.
+what that saves the adapters are paid for. A small batch has the same bits under a graph and without. Nothing is written
+into the layer's input: models read it on a second stream (shared experts) at the same time. A batch without adapters runs
+sglang's own sequence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,11 +35,12 @@ from lora_fastpath.kernels.moe_routing import Routing
 from lora_fastpath.kernels.moe_sum import moe_sum
 from lora_fastpath.patches import dense
 from lora_fastpath.registry import Unfit, registry
+from lora_fastpath.streams import Lane
 
 SITE_OF_LAYER = {"FusedMoEWithLoRA": "moe"}
 
 MANY_PAIRS = 4096
-"""Past it a block of moe_delta has up to 64 rows. Not tuned."""
+"""Past it deltas are added to the GEMMs' outputs, which takes no memory, and blocks have up to 64 rows. Not tuned."""
 
 BLOCK_ROWS = (16, 32, 64)
 
@@ -167,7 +170,7 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
     activated = x.new_empty((routing.pairs, experts.down_a.shape[3]))
     y = x.new_empty((*topk_ids.shape, experts.down_b.shape[2]))
     codes, rows = experts.new_codes(activated), block_rows(routing)
-    if batch.path is not Path.TWO_STREAMS:
+    if routing.pairs > MANY_PAIRS:
         gemms.gate_up(gate_up, x_codes)
         experts.gate_up_delta(x, routing, rows, gate_up, add=True)
         experts.activate(gate_up, None, routing, activated, codes)
@@ -175,25 +178,33 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
         experts.down_delta(activated, weights, routing, rows, y.flatten(0, 1), add=True)
         return gemms.sum_over_experts(y)
 
-    lane = experts.adapter_map.lanes.current()
+    lane = experts.adapter_map.lanes.current() if batch.path is Path.TWO_STREAMS else None
     gate_up_delta, y_delta = torch.empty_like(gate_up), torch.empty_like(y)
-    lane.fork()
+    _fork(lane)
     gemms.gate_up(gate_up, x_codes)
-    with lane.side():
+    with _side(lane):
         experts.gate_up_delta(x, routing, rows, gate_up_delta, add=False)
     experts.activate(gate_up, gate_up_delta, routing, activated, codes)
-    lane.fork()
+    _fork(lane)
     gemms.down(activated, y, codes)
-    with lane.side():
-        # Where sglang's sum adds in an order of its own, tokens without an adapter would lose their bits in ours.
-        if gemms.sums_in_order():
-            experts.down_delta(activated, weights, routing, rows, y_delta.flatten(0, 1), add=False)
-    if gemms.sums_in_order():
-        out = torch.empty_like(x)
-        moe_sum(y, y_delta, routing, gemms.scaling, out, pdl=experts.pdl)
-        return out
-    experts.down_delta(activated, weights, routing, rows, y.flatten(0, 1), add=True)
-    return gemms.sum_over_experts(y)
+    if not gemms.sums_in_order():
+        # In the order of our sum, tokens without an adapter would lose the bits of sglang's.
+        experts.down_delta(activated, weights, routing, rows, y.flatten(0, 1), add=True)
+        return gemms.sum_over_experts(y)
+    with _side(lane):
+        experts.down_delta(activated, weights, routing, rows, y_delta.flatten(0, 1), add=False)
+    out = torch.empty_like(x)
+    moe_sum(y, y_delta, routing, gemms.scaling, out, pdl=experts.pdl)
+    return out
+
+
+def _fork(lane: Lane | None) -> None:
+    if lane is not None:
+        lane.fork()
+
+
+def _side(lane: Lane | None) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if lane is None else lane.side()
 
 
 def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:

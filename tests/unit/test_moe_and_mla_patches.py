@@ -116,9 +116,15 @@ def test_no_rows_are_no_work(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("path", "in_order"), [(Path.ONE_STREAM, True), (Path.TWO_STREAMS, True), (Path.TWO_STREAMS, False)]
+    ("path", "in_order", "many"),
+    [
+        (Path.ONE_STREAM, True, 4096),
+        (Path.ONE_STREAM, True, 11),  # 12 pairs
+        (Path.TWO_STREAMS, True, 4096),
+        (Path.TWO_STREAMS, False, 4096),
+    ],
 )
-def test_experts_are_float64(monkeypatch, path, in_order):
+def test_experts_are_float64(monkeypatch, path, in_order, many):
     """The whole pipeline around base GEMMs of our own, which find their input untouched."""
     case = case_of(6)
     w13 = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(1)).half() * 32**-0.5
@@ -149,6 +155,7 @@ def test_experts_are_float64(monkeypatch, path, in_order):
             return y.float().sum(1).half()
 
     monkeypatch.setattr(stock, "ExpertGemms", Gemms)
+    monkeypatch.setattr(moe, "MANY_PAIRS", many)
     layer = expert_layer(path, 6, case, monkeypatch)
     case.topk_ids = case.topk_ids.long()  # as a model's own routing may give them
     for buffer in (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b):
