@@ -254,10 +254,11 @@ def _quantizes_as_sglang(device: torch.device, dtype: torch.dtype, fast_math: bo
 def self_check(experts: Experts) -> str:
     """Run the kernels at this layer's real widths against float64, for every block size; the first miss in words, or ""."""
     hidden, rank, intermediate = experts.gate_up_a.shape[3], experts.down_a.shape[2], experts.down_a.shape[3]
+    few = min(4, experts.count)
     case = moe_selfcheck.make_case(
         tokens=9,
-        top_k=3,
-        experts=4,
+        top_k=min(3, few),
+        experts=few,
         ranks=(rank, max(1, rank // 2), max(1, rank - 1)),
         max_rank=rank,
         hidden=hidden,

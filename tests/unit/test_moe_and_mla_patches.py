@@ -179,6 +179,24 @@ def test_experts_are_float64(monkeypatch, path, in_order, many):
     torch.testing.assert_close(got.double(), right, rtol=1e-2, atol=1e-2)
 
 
+@interpreted
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_experts_are_self_checked_with_no_more_than_there_are(count, monkeypatch):
+    """A rank of an expert-parallel server may have fewer than the check would like; ids past them are not its own."""
+    case = moe_selfcheck.make_case(5, 1, count, (4,), 4, 32, 16, torch.float16, "cpu")
+    buffers = (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b)
+    experts = moe.Experts("moe", Map(None), *buffers, None, fast_math=False, pdl=False)
+    assert moe.self_check(experts) == ""
+    right = moe.moe_prepare
+
+    def wrong(x, topk_ids, count, sorted_pairs, *others, **options):
+        right(x, topk_ids, count, sorted_pairs, *others, **options)
+        sorted_pairs[:2] = sorted_pairs[:2].flip(0)
+
+    monkeypatch.setattr(moe, "moe_prepare", wrong)
+    assert moe.self_check(experts) == "self-check of the preparation: pairs are not sorted by expert"
+
+
 HEADS, NOPE, V, LATENT, RANK = 2, 24, 40, 72, 8
 
 
