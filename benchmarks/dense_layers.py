@@ -150,7 +150,7 @@ def main() -> None:
             kept = []  # the graphs hold addresses, not tensors
             for name, launch in launches.items():
                 tables = {}
-                for size in {launch.shrink_rows, launch.expand_rows}:
+                for size in launch.tile_rows:
                     table = np.empty((tiling.max_tiles(rows, SLOTS, size), tiling.HEADER + size), np.int32)
                     tiling.build_tiles(row_slots, np.full(SLOTS, RANK), np.ones(SLOTS, np.float32), size, table)
                     tables[size] = torch.from_numpy(table).cuda()

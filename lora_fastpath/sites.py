@@ -66,6 +66,29 @@ SITES = (
         requires=("adapters",),
     ),
     Site(
+        name="fused-a",
+        module="sglang.srt.models.deepseek_v2",
+        targets={"DeepseekV2AttentionMLA.prepare_qkv_latent": ("self", "hidden_states", "forward_batch")},
+        releases=RELEASES,
+        patch="lora_fastpath.patches.fused_a",
+        requires=("adapters", "replicated"),
+    ),
+    Site(
+        name="fix-mla-prefix",
+        module="sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha",
+        targets={
+            "DeepseekMHAForwardMixin._get_mla_kv_buffer": ("self", "kv_indices", "dst_dtype", "forward_batch"),
+            "DeepseekMHAForwardMixin._get_mla_kv_buffer_from_fp8_for_nsa": ("self", "forward_batch"),
+        },
+        releases=RELEASES,
+        patch="lora_fastpath.patches.fix_mla_prefix",
+        requires=("adapters", "column"),
+        differs=(
+            "where attention with a cached prefix is not absorbed, stock gives kv_b_proj's rows the adapters of other rows: "
+            "here every row gets its own"
+        ),
+    ),
+    Site(
         name="fix-deepseek-experts",
         module=LAYERS,
         targets={"FusedMoEWithLoRA.__init__": ("self", "base_layer", "lora_backend")},

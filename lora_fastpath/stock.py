@@ -118,6 +118,27 @@ def before_corrections(attention: torch.nn.Module) -> tuple[torch.nn.Module, tor
     return attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj, attention.attn_mqa
 
 
+def fetched_rows(forward_batch: Any) -> np.ndarray:
+    """int [requests]: the rows of each request that attention over a cached prefix fetches next."""
+    if forward_batch.mha_one_shot:  # all of them, prefix and new
+        return np.asarray(forward_batch.seq_lens_cpu, np.int64)
+    length = forward_batch.prefix_chunk_len  # of a prefix, so many tokens at a time
+    start = length * forward_batch.prefix_chunk_idx
+    return np.clip(np.asarray(forward_batch.extend_prefix_lens_cpu, np.int64) - start, 0, length)
+
+
+def has_fused_a_gemm(attention: torch.nn.Module, x: Any) -> bool:
+    """Whether sglang would multiply x [T, H] with q_a and kv_a in its GEMM for few rows, were there no adapters."""
+    return attention.use_min_latency_fused_a_gemm and isinstance(x, torch.Tensor) and 1 <= x.shape[0] <= 16
+
+
+def fused_a_gemm(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """[T, N] of the LoRA layer's base weight [N, H]; without a bias, as sglang has none there."""
+    from sglang.srt.models import deepseek_v2
+
+    return deepseek_v2.dsv3_fused_a_gemm(x, layer.base_layer.weight.T)
+
+
 def adapter_buffers(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's stacked A [slots, slices * R, K] and B [slots, N, R]."""
     if hasattr(layer, "A_buffer_qkv"):

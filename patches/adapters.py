@@ -55,6 +55,9 @@ class AdapterMap:
         self._static_rows = 0
         self._static_content: tuple | None = None
         self._retired: list[torch.Tensor] = []
+        self._requests: tuple[list[int], dict] = [], {}
+        self._cached: dict[tuple, Batch] = {}
+        self._announced: tuple[weakref.ref, Batch] | None = None
 
     @property
     def prepares_stock(self) -> bool:
@@ -95,7 +98,8 @@ class AdapterMap:
     def prepare(self, forward_batch: Any, prepare_stock: Callable[[], None]) -> None:
         """Fill the tables for this batch and choose its path."""
         self.batch, self._prepare_stock = None, prepare_stock
-        slots, adapters = stock.request_slots(self._manager, forward_batch)
+        self._cached, self._announced = {}, None
+        self._requests = slots, adapters = stock.request_slots(self._manager, forward_batch)
         per_request = stock.rows_per_request(forward_batch)
         rows = int(per_request.sum())
         static = stock.may_replay(self._manager, forward_batch) and 0 < rows <= self._static_rows
@@ -110,24 +114,41 @@ class AdapterMap:
             nolora_graph=stock.nolora_graph(),
             max_tokens=settings.current().max_tokens,
         )
-        launch = dense.launch_for(rows)
-        sizes = {launch.shrink_rows, launch.expand_rows}
-        tables: dict[int | str, torch.Tensor] = {}
-        if static:
-            tables = {name: self._static[name] for name in (ROW_SLOTS, SLOT_RANKS)}
-            tables |= {size: self._static[size][: self._lines(rows, size)] for size in sizes}
+        if not static:
+            self.batch = self._fresh_batch(path, per_request)
+        else:
+            launch = dense.launch_for(rows)
+            tables: dict[int | str, torch.Tensor] = {name: self._static[name] for name in (ROW_SLOTS, SLOT_RANKS)}
+            tables |= {size: self._static[size][: self._lines(rows, size)] for size in launch.tile_rows}
             content = (tuple(slots), tuple(per_request.tolist()), tuple(sorted(adapters.items())))
             if content != self._static_content:  # most decode steps have the requests of the step before
                 host, views = self._new_tables(self._static_rows, dense.TILE_ROWS)
-                self._fill(host, views, slots, per_request, adapters)
+                self._fill(host, views, per_request)
                 self._static_buffer.copy_(host, non_blocking=True)
                 self._static_content = content
-        elif path is not gate.Path.BASE:
-            host, views = self._new_tables(rows, sizes)
-            self._fill(host, views, slots, per_request, adapters)
-            tables = _split(host.to(self._manager.device, non_blocking=True), views)
-        by_row = tables.pop(ROW_SLOTS, None), tables.pop(SLOT_RANKS, None)
-        self.batch = Batch(path, rows, launch, tables, *by_row)
+            self.batch = _batch(path, rows, launch, tables)
+
+    def announce(self, x: torch.Tensor, per_request: np.ndarray) -> None:
+        """The rows of x, which a layer is about to get, are so many of each request: others than those of the batch."""
+        key = tuple(per_request.tolist())
+        if key not in self._cached:  # every attention layer fetches the same rows
+            self._cached[key] = self._fresh_batch(gate.Path.ONE_STREAM, per_request)
+        self._announced = weakref.ref(x), self._cached[key]
+
+    def announced(self, x: torch.Tensor) -> Batch | None:
+        """What was announced of x; None for the rows of the batch."""
+        if self._announced is None or self._announced[0]() is not x:
+            return None
+        return self._announced[1]
+
+    def _fresh_batch(self, path: gate.Path, per_request: np.ndarray) -> Batch:
+        rows = int(per_request.sum())
+        launch = dense.launch_for(rows)
+        if path is gate.Path.BASE:
+            return _batch(path, rows, launch, {})
+        host, views = self._new_tables(rows, launch.tile_rows)
+        self._fill(host, views, per_request)
+        return _batch(path, rows, launch, _split(host.to(self._manager.device, non_blocking=True), views))
 
     def _lines(self, rows: int, size: int) -> int:
         return tiling.max_tiles(min(rows, dense.LARGEST_BATCH_OF_TILES[size]), self._manager.max_loras_per_batch, size)
@@ -148,8 +169,8 @@ class AdapterMap:
         cuda = self._manager.device.type == "cuda"
         return torch.full((end,), tiling.NO_ADAPTER, dtype=torch.int32, pin_memory=cuda), views
 
-    def _fill(self, host: torch.Tensor, views: dict, slots: list[int], per_request: np.ndarray, adapters: dict) -> None:
-        count = self._manager.max_loras_per_batch
+    def _fill(self, host: torch.Tensor, views: dict, per_request: np.ndarray) -> None:
+        (slots, adapters), count = self._requests, self._manager.max_loras_per_batch
         ranks, scalings = np.zeros(count, np.int32), np.zeros(count, np.float32)
         for slot, (rank, scaling) in adapters.items():
             ranks[slot], scalings[slot] = rank, scaling
@@ -160,6 +181,11 @@ class AdapterMap:
         for size, table in tables.items():
             if len(row_slots) <= dense.LARGEST_BATCH_OF_TILES[size]:
                 tiling.build_tiles(row_slots, ranks, scalings, size, table)
+
+
+def _batch(path: gate.Path, rows: int, launch: dense.Launch, tables: dict[int | str, torch.Tensor]) -> Batch:
+    by_row = tables.pop(ROW_SLOTS, None), tables.pop(SLOT_RANKS, None)
+    return Batch(path, rows, launch, tables, *by_row)
 
 
 def _split(buffer: torch.Tensor, views: dict) -> dict[int | str, torch.Tensor]:

@@ -13,6 +13,7 @@ is left. Queued first, the shrink held up cuBLAS's one-wave qkv GEMM from 21 to 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ class Launch:
     expand_columns: int
     part_k_beside_long: int = 0  # K a block where the base GEMM is long (LONG_WEIGHT), 0: the same
 
+    @property
+    def tile_rows(self) -> set[int]:
+        return {self.shrink_rows, self.expand_rows}
+
 
 LAUNCHES = (
     Launch(rows=4, shrink_rows=1, shrink_columns=16, shrink_k=256, part_k=512, expand_rows=1, expand_columns=64),
@@ -66,10 +71,9 @@ LAUNCHES = (
     ),
 )
 
-TILE_ROWS = {size for launch in LAUNCHES for size in (launch.shrink_rows, launch.expand_rows)}
+TILE_ROWS = set().union(*(launch.tile_rows for launch in LAUNCHES))
 LARGEST_BATCH_OF_TILES = {
-    size: max(launch.rows for launch in LAUNCHES if size in (launch.shrink_rows, launch.expand_rows))
-    for size in TILE_ROWS
+    size: max(launch.rows for launch in LAUNCHES if size in launch.tile_rows) for size in TILE_ROWS
 }
 
 LONG_WEIGHT = 2**24
@@ -164,14 +168,19 @@ def add_delta(
 
 def forward(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> Any:
     """Column, qkv, merged, replicated and (without a reduction) row: sglang's forward with the fork marked before it."""
+    return forked(layer, wrapped, *args, **kwargs)
+
+
+def forked(layer: Any, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """run(...), which calls the layer's apply_lora; in two streams the input is marked as ready here."""
     projection = getattr(layer, "lora_fastpath", None)
     batch = projection.adapter_map.batch if projection is not None else None
     if batch is None or batch.path is not Path.TWO_STREAMS or projection.broken:
-        return wrapped(*args, **kwargs)
+        return run(*args, **kwargs)
     lane = projection.adapter_map.lanes.current()
     lane.fork(scratch_for(projection, batch.launch, batch.rows))
     try:
-        return wrapped(*args, **kwargs)
+        return run(*args, **kwargs)
     finally:
         lane.scratch = ()
 
@@ -185,8 +194,9 @@ def apply_lora(wrapped: Any, layer: Any, args: tuple, kwargs: dict) -> torch.Ten
     y, x = _arguments(*args, **kwargs)
     if batch.path is Path.BASE:
         return y
+    batch = projection.adapter_map.announced(x) or batch
     if x.dim() != 2 or x.shape[0] != batch.rows:
-        # Not the rows that were mapped (a cached prefix, a padded batch): sglang's own mapping decides.
+        # Not the rows that were mapped (a padded batch): sglang's own mapping decides.
         projection.adapter_map.fall_back(
             f"a layer got {tuple(x.shape)} where the batch has {batch.rows} rows", say=True
         )
@@ -269,9 +279,9 @@ def self_check(projection: Projection) -> str:
     device, (k, rank, n) = projection.a.device, (projection.a.shape[2], projection.b.shape[2], projection.ends[-1])
     ranks = (rank, max(1, rank // 2), max(1, rank - 1))
     for launch in LAUNCHES:
-        rows = max(launch.shrink_rows, launch.expand_rows) + 3
+        rows = max(launch.tile_rows) + 3
         case = selfcheck.make_case(rows, k, projection.ends, ranks, rank, projection.a.dtype, device)
-        tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+        tables = {size: case.tiles(size) for size in launch.tile_rows}
         candidate = dataclasses.replace(projection, a=case.a, b=case.b)
         y = case.y.clone()
         lane = projection.adapter_map.lanes.current()

@@ -154,7 +154,7 @@ def self_check(correction: Correction) -> str:
                 own = int(ranks[slot])
                 h = torch.einsum("hk,hrk->hr", x[row].double(), w[0][slot, :, :own].double())
                 right[row] += float(scalings[slot]) * torch.einsum("hr,hnr->hn", h, w[1][slot, :, :, :own].double())
-        for rows in sorted({size for launch in dense.LAUNCHES for size in (launch.shrink_rows, launch.expand_rows)}):
+        for rows in sorted(dense.TILE_ROWS):
             table = np.empty((tiling.max_tiles(len(slots), 2, rows), tiling.HEADER + rows), np.int32)
             tiling.build_tiles(slots, ranks, scalings, rows, table)
             tiles, got, h = torch.from_numpy(table).to(device), y.clone(), correction._new_h(len(slots))

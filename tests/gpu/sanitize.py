@@ -23,10 +23,10 @@ from lora_fastpath.streams import Lanes
 LANES = Lanes(torch.device("cuda"))
 for launch in dense.LAUNCHES:
     for k, ends, ranks, rank in ((1024, (96,), (8, 3, 0), 8), (1100, (100, 132, 164), (128, 1, 16), 128)):
-        rows = max(launch.shrink_rows, launch.expand_rows) + 3
+        rows = max(launch.tile_rows) + 3
         case = selfcheck.make_case(rows, k, ends, ranks, rank, torch.bfloat16, "cuda")
         projection = dense.Projection("qkv", types.SimpleNamespace(lanes=LANES), case.a, case.b, ends, pdl=True)
-        tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+        tables = {size: case.tiles(size) for size in launch.tile_rows}
         for two_streams in (False, True):
             y = case.y.clone()
             lane = LANES.current()

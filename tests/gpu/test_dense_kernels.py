@@ -31,7 +31,7 @@ def add_delta(case: selfcheck.Case, two_streams: bool) -> torch.Tensor:
     lanes = Lanes(case.x.device)
     projection = dense.Projection("qkv", types.SimpleNamespace(lanes=lanes), case.a, case.b, case.ends, pdl=True)
     launch = dense.launch_for(len(case.x))
-    tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+    tables = {size: case.tiles(size) for size in launch.tile_rows}
     y = case.y.clone()
     lane = lanes.current()
     if two_streams:
@@ -85,7 +85,7 @@ def test_the_shrink_writes_no_memory_that_the_base_layer_still_reads(replayed):
     adapter_map = types.SimpleNamespace(lanes=lanes, batch=None)
     projection = dense.Projection("column", adapter_map, case.a, case.b, case.ends, pdl=True)
     launch = dense.launch_for(64)
-    tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+    tables = {size: case.tiles(size) for size in launch.tile_rows}
     adapter_map.batch = types.SimpleNamespace(path=Path.TWO_STREAMS, rows=64, launch=launch, tables=tables)
     layer = types.SimpleNamespace(lora_fastpath=projection)
 

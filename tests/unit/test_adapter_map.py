@@ -189,6 +189,6 @@ def test_every_launch_setting_has_its_tables():
     for rows in (1, 4, 5, 64, 65, 512, 513, 4096, 4097, 100_000):
         launch = dense.launch_for(rows)
         assert rows <= launch.rows
-        for size in (launch.shrink_rows, launch.expand_rows):
+        for size in launch.tile_rows:
             assert size in dense.TILE_ROWS and min(rows, 5000) <= dense.LARGEST_BATCH_OF_TILES[size]
     assert sorted(launch.rows for launch in dense.LAUNCHES) == [launch.rows for launch in dense.LAUNCHES]

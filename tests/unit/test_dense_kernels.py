@@ -115,10 +115,10 @@ def test_too_small_a_table_is_an_error():
 def test_scratch_is_allocated_before_the_base_layer_runs():
     """What is allocated after it may be memory that the base layer has freed and its queued kernels still read."""
     case = random_case(5, 1100, (32,), ranks=(8,))
-    adapter_map = types.SimpleNamespace(lanes=Lanes(torch.device("cpu")))
+    adapter_map = types.SimpleNamespace(lanes=Lanes(torch.device("cpu")), announced=lambda x: None)
     projection = dense.Projection("column", adapter_map, case.a, case.b, case.ends, pdl=False)
     launch = dense.launch_for(5)
-    tables = {size: case.tiles(size) for size in {launch.shrink_rows, launch.expand_rows}}
+    tables = {size: case.tiles(size) for size in launch.tile_rows}
     adapter_map.batch = types.SimpleNamespace(path=Path.TWO_STREAMS, rows=5, launch=launch, tables=tables)
     layer = types.SimpleNamespace(lora_fastpath=projection)
     lane = adapter_map.lanes.current()

@@ -204,7 +204,7 @@ def correction_of(path: Path | None, rows: int = 3) -> mla.Correction:
     slots = np.array([0, -1, 1][:rows], np.int32)
     launch = dense.launch_for(rows)
     tables = {}
-    for size in {launch.shrink_rows, launch.expand_rows}:
+    for size in launch.tile_rows:
         table = np.empty((tiling.max_tiles(rows, 2, size), tiling.HEADER + size), np.int32)
         tiling.build_tiles(slots, np.array([8, 3], np.int32), np.array([2.0, 0.5], np.float32), size, table)
         tables[size] = torch.from_numpy(table)
