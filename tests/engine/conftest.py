@@ -21,9 +21,9 @@ from harness import Run
 BACKENDS = ("triton", "csgmv")
 SERVED = [
     Run(f"{model}-{backend}", model, model, {"lora_backend": backend})
-    for model in ("dense", "moe", "mla")
+    for model in ("dense", "moe", "deepseek")
     for backend in BACKENDS
-    if (model, backend) != ("mla", "triton")  # to save two engine starts
+    if (model, backend) != ("deepseek", "triton")  # to save two engine starts
 ]
 FOUR_SLOTS = {"max_loras_per_batch": 4}
 EXPERTS = [
@@ -32,6 +32,7 @@ EXPERTS = [
 ]
 VIRTUAL_EXPERTS = {"lora_backend": "triton", "lora_use_virtual_experts": True} | FOUR_SLOTS
 VIRTUAL = Run("experts-virtual", "moe", "few_experts", VIRTUAL_EXPERTS)
+DEEPSEEK_EXPERTS = Run("deepseek_experts-csgmv", "deepseek", "deepseek_experts", {"lora_backend": "csgmv"} | FOUR_SLOTS)
 LOGPROBS_IN_CHUNKS = {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "16"}
 LM_HEAD = Run("lm_head-triton", "dense", "lm_head", {"lora_backend": "triton"}, LOGPROBS_IN_CHUNKS)
 OFF = ("dense-csgmv", "moe-triton", "experts-triton")
@@ -39,7 +40,7 @@ FAULTS = ("no_wrapt", "renamed_class", "changed_insides", "shrink_raises", "expa
 GROUPS = {
     "absent": ("absent", [*SERVED, *EXPERTS]),
     "off": ("off", [run for run in [*SERVED, *EXPERTS] if run.name in OFF]),
-    "on": ("on", [*SERVED, *EXPERTS, VIRTUAL, LM_HEAD]),
+    "on": ("on", [*SERVED, *EXPERTS, VIRTUAL, DEEPSEEK_EXPERTS, LM_HEAD]),
     "faults": (
         "on",
         [Run(fault, "dense", "mixed", {"lora_backend": "csgmv"}, {"ENGINE_FAULT": fault}) for fault in FAULTS]

@@ -1,4 +1,4 @@
-"""Our own float64 model of what the engine should compute: Qwen3, Qwen3-MoE and DeepSeek, one adapter a request.
+"""Our own float64 model of what the engine should compute: Qwen3, Qwen3-MoE and DeepSeek-V3, one adapter a request.
 
 Reads the same files as the engine. Written for clarity: no cache, no batching, one whole sequence at a time.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 
 import torch
 from safetensors.torch import load_file
@@ -34,6 +35,7 @@ class Adapter:
 
 
 NO_ADAPTER = Adapter({}, 1.0)
+SIGMOID_STEEPNESS = 0.25  # at most
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,7 @@ class Model:
         self.weights = {k: w.double() for k, w in load_file(folder / "base" / "model.safetensors").items()}
         self.adapters: dict[str | None, Adapter] = {None: NO_ADAPTER}
         self.router_gap = float("inf")
-        """Smallest distance seen between the last expert taken and the first one not taken, in router logits."""
+        """Smallest distance seen between the last expert or group taken and the first one not taken, in router logits."""
 
     def adapter(self, name: str | None) -> Adapter:
         if name not in self.adapters:
@@ -71,10 +73,10 @@ class Model:
         """float64 [len(tokens), vocab]: row i holds the log-probabilities of the token after tokens[: i + 1]."""
         lora = self.adapter(adapter)
         attention = self.latent_attention if "kv_lora_rank" in self.config else self.attention
-        mlp = self.experts if "num_experts" in self.config else self.mlp
         x = self.weights["model.embed_tokens.weight"][tokens]
         for layer in range(self.config["num_hidden_layers"]):
             at = f"model.layers.{layer}"
+            mlp = self.feed_forward(layer)
             x = x + attention(f"{at}.self_attn", self.norm(f"{at}.input_layernorm", x), lora)
             x = x + mlp(f"{at}.mlp", self.norm(f"{at}.post_attention_layernorm", x), lora)
         return self.linear("lm_head", self.norm("model.norm", x), lora).log_softmax(-1)
@@ -119,16 +121,47 @@ class Model:
         q, k = torch.cat([q_nope, q_pe], -1), torch.cat([k_nope, k_pe.expand(-1, heads, -1)], -1)
         return self.linear(f"{at}.o_proj", attend(q, k, v), lora)
 
+    def feed_forward(self, layer: int) -> Callable[[str, torch.Tensor, Adapter], torch.Tensor]:
+        """What follows the attention in this layer: an MLP, experts, or experts with a shared one beside them."""
+        if "n_routed_experts" in self.config:
+            return self.mlp if layer < self.config["first_k_dense_replace"] else self.shared_and_routed_experts
+        return self.experts if "num_experts" in self.config else self.mlp
+
     def mlp(self, at: str, x: torch.Tensor, lora: Adapter) -> torch.Tensor:
         gate, up = self.linear(f"{at}.gate_proj", x, lora), self.linear(f"{at}.up_proj", x, lora)
         return self.linear(f"{at}.down_proj", torch.nn.functional.silu(gate) * up, lora)
 
     def experts(self, at: str, x: torch.Tensor, lora: Adapter) -> torch.Tensor:
-        taken = self.config["num_experts_per_tok"]
         router = x @ self.weights[f"{at}.gate.weight"].T
-        best = router.topk(taken + 1).values
-        self.router_gap = min(self.router_gap, (best[:, taken - 1] - best[:, taken]).min().item())
-        weights, experts = router.softmax(-1).topk(taken)
+        experts = self.best(router, self.config["num_experts_per_tok"])
+        return self.mix(at, x, lora, router.softmax(-1), experts)
+
+    def shared_and_routed_experts(self, at: str, x: torch.Tensor, lora: Adapter) -> torch.Tensor:
+        """DeepSeek-V3: the best groups by the sum of their two best experts, in them the best experts. A bias counts when
+        experts are chosen, not when they are weighted."""
+        config = self.config
+        scores = (x @ self.weights[f"{at}.gate.weight"].T).sigmoid()
+        choice = scores + self.weights[f"{at}.gate.e_score_correction_bias"]
+        by_group = choice.view(len(x), config["n_group"], -1)
+        groups = self.best(by_group.topk(2).values.sum(-1), config["topk_group"], SIGMOID_STEEPNESS)
+        allowed = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter(1, groups, True)
+        choice = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+        experts = self.best(choice, config["num_experts_per_tok"], SIGMOID_STEEPNESS)
+        routed = config["routed_scaling_factor"] * self.mix(at, x, lora, scores, experts)
+        return routed + self.mlp(f"{at}.shared_experts", x, lora)
+
+    def best(self, scores: torch.Tensor, count: int, steepness: float = 1.0) -> torch.Tensor:
+        """The places of each row's `count` best scores, which change by up to `steepness` times their router logits."""
+        values, places = scores.topk(count + 1)
+        gap = (values[:, count - 1] - values[:, count]).min().item() / steepness
+        self.router_gap = min(self.router_gap, gap)
+        return places[:, :count]
+
+    def mix(
+        self, at: str, x: torch.Tensor, lora: Adapter, scores: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row's sum over its experts, weighted by their scores, which are made to add up to 1."""
+        weights = scores.gather(1, experts)
         weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
         for expert in experts.unique().tolist():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 DENSE_RUNS = ["dense-triton", "dense-csgmv"]
-ALL_RUNS = [*DENSE_RUNS, "moe-triton", "moe-csgmv", "mla-csgmv"]
+ALL_RUNS = [*DENSE_RUNS, "moe-triton", "moe-csgmv", "deepseek-csgmv"]
 EXPERT_RUNS = ["experts-triton", "experts-csgmv", "experts-virtual"]
 
 
@@ -42,8 +42,8 @@ def test_decode_takes_the_fast_kernels(engine, run):
     """mixed: four requests decode together, through layers of one slice (o, down), two (gate_up) and three (qkv)."""
     launches = engine("on", run).launches("mixed")
     decode = {(kernel, slices) for kernel, slices, rows in launches if rows == 4}
-    slices = {"dense": {1, 2, 3}, "moe": {1, 3}, "mla": {1, 2}}[run.partition("-")[0]]
-    absorbed = {("heads_product", 1)} if run.startswith("mla") else set()
+    slices = {"dense": {1, 2, 3}, "moe": {1, 3}, "deepseek": {1, 2}}[run.partition("-")[0]]
+    absorbed = {("heads_product", 1)} if run.startswith("deepseek") else set()
     assert decode == {(kernel, n) for kernel in ("shrink", "expand") for n in slices} | absorbed
 
 

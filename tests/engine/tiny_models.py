@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Write the engine tests' models and adapters: tiny_models.py DIR makes DIR/dense, DIR/moe and their adapters.
+"""Write the engine tests' models and adapters: tiny_models.py DIR makes DIR/dense, DIR/moe, DIR/deepseek and their adapters.
 
-Both are two-layer Qwen3 models with random weights of sane scale (every linear layer's output has unit variance, logits
-a spread of about 2), in float16, so that the files hold exactly what the engine computes with. Sizes are small and
-uneven on purpose: q and k/v have different widths, hidden and intermediate sizes are no powers of two. (sglang pads
-intermediate sizes to a multiple of 32 on the CPU, and an adapter of the unpadded size no longer fits.)
+The first two are Qwen3, the third is DeepSeek-V3: a dense layer, then one of routed experts and a shared one. All have
+two layers and random weights of sane scale (every linear layer's output has unit variance, logits a spread of about 2),
+in float16, so that the files hold exactly what the engine computes with. Sizes are small and uneven on purpose: q and
+k/v have different widths, hidden and intermediate sizes are no powers of two. (sglang pads intermediate sizes to a
+multiple of 32 on the CPU, and an adapter of the unpadded size no longer fits.)
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ ATTENTION = {
     "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
     "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
 }
-MLP = {
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-}
+
+
+def gated_mlp(at: str, intermediate: int) -> dict[str, tuple[int, int]]:
+    return {
+        f"{at}.gate_proj": (intermediate, HIDDEN),
+        f"{at}.up_proj": (intermediate, HIDDEN),
+        f"{at}.down_proj": (HIDDEN, intermediate),
+    }
+
+
+MLP = gated_mlp("mlp", INTERMEDIATE)
 EXPERT_MLP = {
-    f"mlp.experts.{expert}.{name}": shape
+    name: shape
     for expert in range(EXPERTS)
-    for name, shape in {
-        "gate_proj": (EXPERT_INTERMEDIATE, HIDDEN),
-        "up_proj": (EXPERT_INTERMEDIATE, HIDDEN),
-        "down_proj": (HIDDEN, EXPERT_INTERMEDIATE),
-    }.items()
+    for name, shape in gated_mlp(f"mlp.experts.{expert}", EXPERT_INTERMEDIATE).items()
 }
+SHARED_EXPERTS = 2
+SHARED_MLP = gated_mlp("mlp.shared_experts", SHARED_EXPERTS * EXPERT_INTERMEDIATE)
 HEAD = "lm_head"
 Q_RANK, KV_RANK, ROPE_DIM = 40, 32, 16
 MLA = {
@@ -50,10 +55,14 @@ MLA = {
     "self_attn.kv_b_proj": (HEADS * 2 * HEAD_DIM, KV_RANK),
     "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
 }
-LINEARS = {"dense": ATTENTION | MLP, "moe": ATTENTION | EXPERT_MLP, "mla": MLA | MLP}
-"""By model: linear layers by their path inside a decoder layer, as (out, in)."""
+LINEARS = {
+    "dense": [ATTENTION | MLP] * LAYERS,
+    "moe": [ATTENTION | EXPERT_MLP] * LAYERS,
+    "deepseek": [MLA | MLP, MLA | SHARED_MLP | EXPERT_MLP],
+}
+"""By model and decoder layer: linear layers by their path inside it, as (out, in)."""
 
-SEEDS = {"dense": 24, "moe": 40, "mla": 1}
+SEEDS = {"dense": 24, "moe": 40, "deepseek": 1}
 """Chosen so that on the tests' prompts no two best tokens and no two experts at the border of the routing nearly tie:
 where they do, float16 and float64 may rightly take different ones."""
 
@@ -65,11 +74,12 @@ EFFECT = 0.7
 class Adapter:
     rank: int
     alpha: int
-    modules: tuple[str, ...]  # keys of ATTENTION, MLP, EXPERT_MLP
+    modules: tuple[str, ...]  # keys of LINEARS, of any layer, or HEAD
 
 
 ALL_DENSE = (*ATTENTION, *MLP)
 QV = ("self_attn.q_proj", "self_attn.v_proj")
+GATE_UP = tuple(name for name in MLP | SHARED_MLP if "down" not in name)
 ADAPTERS = {
     "dense": {
         "a": Adapter(8, 16, ALL_DENSE),
@@ -90,10 +100,13 @@ ADAPTERS = {
         "experts2": Adapter(4, 16, (*ATTENTION, *EXPERT_MLP)),
         "only_experts": Adapter(16, 16, tuple(EXPERT_MLP)),
     },
-    "mla": {
-        "a": Adapter(8, 16, (*MLA, *MLP)),
+    "deepseek": {
+        "a": Adapter(8, 16, (*MLA, *GATE_UP)),
         "b": Adapter(4, 8, ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.q_b_proj")),
         "kv_b": Adapter(16, 16, ("self_attn.kv_b_proj",)),
+        "experts": Adapter(8, 16, (*MLA, *MLP, *SHARED_MLP, *EXPERT_MLP)),
+        "experts2": Adapter(4, 16, (*MLP, *SHARED_MLP, *EXPERT_MLP)),
+        "only_experts": Adapter(16, 16, tuple(EXPERT_MLP)),
     },
 }
 """By model. `partial` and `qv` leave modules alone; `late` and `later` are loaded while serving."""
@@ -140,28 +153,28 @@ def config(model: str) -> dict:
     }
     if model == "dense":
         return common
-    if model == "mla":
+    if model == "deepseek":
         return common | {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            "first_k_dense_replace": LAYERS,  # no experts
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "first_k_dense_replace": 1,
             "kv_lora_rank": KV_RANK,
             "moe_intermediate_size": EXPERT_INTERMEDIATE,
             "moe_layer_freq": 1,
-            "n_group": 1,
+            "n_group": 4,
             "n_routed_experts": EXPERTS,
-            "n_shared_experts": 1,
-            "norm_topk_prob": False,
+            "n_shared_experts": SHARED_EXPERTS,
+            "norm_topk_prob": True,
             "num_experts_per_tok": TOP_K,
             "num_key_value_heads": HEADS,
             "q_lora_rank": Q_RANK,
             "qk_nope_head_dim": HEAD_DIM,
             "qk_rope_head_dim": ROPE_DIM,
             "rope_scaling": NO_SCALING,
-            "routed_scaling_factor": 1.0,
-            "scoring_func": "softmax",
-            "topk_group": 1,
-            "topk_method": "greedy",
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_group": 2,
+            "topk_method": "noaux_tc",
             "v_head_dim": HEAD_DIM,
         }
     return common | {
@@ -189,33 +202,33 @@ def model_weights(model: str) -> dict[str, torch.Tensor]:
         "lm_head.weight": random(rng, VOCAB, HIDDEN, scale=2.0 * HIDDEN**-0.5),
         "model.norm.weight": 1 + random(rng, HIDDEN, scale=0.1),
     }
-    for layer in range(LAYERS):
+    for layer, linears in enumerate(LINEARS[model]):
         at = f"model.layers.{layer}."
-        for name, (out, into) in LINEARS[model].items():
+        for name, (out, into) in linears.items():
             weights[f"{at}{name}.weight"] = random(rng, out, into, scale=into**-0.5)
         for name, size in (("input_layernorm", HIDDEN), ("post_attention_layernorm", HIDDEN)):
             weights[f"{at}{name}.weight"] = 1 + random(rng, size, scale=0.1)
         norms = (
             {"q_a_layernorm": Q_RANK, "kv_a_layernorm": KV_RANK}
-            if model == "mla"
+            if model == "deepseek"
             else dict.fromkeys(("q_norm", "k_norm"), HEAD_DIM)
         )
         for name, size in norms.items():
             weights[f"{at}self_attn.{name}.weight"] = 1 + random(rng, size, scale=0.1)
-        if model == "moe":
+        if linears.keys() >= EXPERT_MLP.keys():
             weights[f"{at}mlp.gate.weight"] = random(rng, EXPERTS, HIDDEN, scale=4.0 * HIDDEN**-0.5)
+            if model == "deepseek":
+                weights[f"{at}mlp.gate.e_score_correction_bias"] = random(rng, EXPERTS, scale=0.3)
     return weights
 
 
-def adapter_weights(adapter: Adapter, shapes: dict[str, tuple[int, int]], seed: int) -> dict[str, torch.Tensor]:
+def adapter_weights(model: str, adapter: Adapter, seed: int) -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(seed)
     weights = {}
-    places = [
-        (f"model.layers.{layer}.{name}", name) for layer in range(LAYERS) for name in adapter.modules if name != HEAD
-    ]
-    places += [(HEAD, HEAD)] if HEAD in adapter.modules else []
-    for place, name in places:
-        out, into = shapes[name]
+    shapes = {f"model.layers.{i}.{name}": s for i, linears in enumerate(LINEARS[model]) for name, s in linears.items()}
+    for place, (out, into) in (shapes | {HEAD: (VOCAB, HIDDEN)}).items():
+        if not place.endswith(adapter.modules):
+            continue
         at = f"base_model.model.{place}"
         weights[f"{at}.lora_A.weight"] = random(rng, adapter.rank, into, scale=into**-0.5)
         scale = EFFECT * adapter.rank / adapter.alpha * adapter.rank**-0.5
@@ -224,7 +237,7 @@ def adapter_weights(adapter: Adapter, shapes: dict[str, tuple[int, int]], seed: 
 
 
 def write(root: pathlib.Path) -> None:
-    """Write root/MODEL/base and root/MODEL/ADAPTER for both models."""
+    """Write root/MODEL/base and root/MODEL/ADAPTER for all models."""
     for model, adapters in ADAPTERS.items():
         base = root / model / "base"
         base.mkdir(parents=True, exist_ok=True)
@@ -234,10 +247,7 @@ def write(root: pathlib.Path) -> None:
         for seed, (name, adapter) in enumerate(adapters.items(), start=100):
             folder = root / model / name
             folder.mkdir(exist_ok=True)
-            save_file(
-                adapter_weights(adapter, LINEARS[model] | {HEAD: (VOCAB, HIDDEN)}, seed),
-                folder / "adapter_model.safetensors",
-            )
+            save_file(adapter_weights(model, adapter, seed), folder / "adapter_model.safetensors")
             peft = {
                 "peft_type": "LORA",
                 "r": adapter.rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,3 +193,19 @@ def test_every_launch_setting_has_its_tables():
         for size in launch.tile_rows:
             assert size in dense.TILE_ROWS and min(rows, 5000) <= dense.LARGEST_BATCH_OF_TILES[size]
     assert sorted(launch.rows for launch in dense.LAUNCHES) == [launch.rows for launch in dense.LAUNCHES]
+
+
+def test_other_rows_can_be_announced_for_one_tensor(adapter_map):
+    batch = prepare(adapter_map, batch_of(["b", None, "a"], "extend", [3, 5, 2]))
+    fetched, other = torch.zeros(9, 4), torch.zeros(9, 4)
+    adapter_map.announce(fetched, np.array([2, 3, 4]))
+    assert adapter_map.announced(other) is None and adapter_map.batch is batch
+    found = adapter_map.announced(fetched)
+    assert found.path is Path.ONE_STREAM and found.rows == 9
+    for table in found.tables.values():
+        assert row_slots(table, 9) == [0, 0, -1, -1, -1, 2, 2, 2, 2]
+    again = torch.zeros(9, 4)
+    adapter_map.announce(again, np.array([2, 3, 4]))
+    assert adapter_map.announced(again) is found and adapter_map.announced(fetched) is None
+    prepare(adapter_map, batch_of(["a"]))
+    assert adapter_map.announced(again) is None
