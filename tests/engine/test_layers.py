@@ -98,13 +98,14 @@ def test_adapters_on_experts_of_several_ranks(stub, ranks, groups):
         assert {found["states"][site] for site in ("adapters", "moe")} == {"bound"}
 
 
-def parallel(stub, count: int, fault: str = "") -> list[dict]:
+def parallel(stub, model: str, count: int, fault: str = "") -> list[dict]:
     port = free_port()
     faulty = {"LORA_FASTPATH": "0"} if fault == "absent" else {}
     ranks = [
         start(
             stub,
             "tensor_parallel.py",
+            model,
             str(rank),
             str(count),
             port,
@@ -118,21 +119,26 @@ def parallel(stub, count: int, fault: str = "") -> list[dict]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_reduce_once_a_row_layer(stub, ranks):
-    for found in parallel(stub, ranks):
+@pytest.mark.parametrize(
+    ("model", "reduced", "sites"),
+    [("qwen", [256] * 4, ("qkv", "merged", "row")), ("latent", [96] * 2, ("replicated", "column", "row"))],
+)
+def test_ranks_reduce_once_a_row_layer(stub, model, reduced, sites, ranks):
+    """Five rows, then three of them with an adapter that was loaded meanwhile; stock reduces every row layer twice."""
+    for found in parallel(stub, model, ranks):
         assert found["moved"] > 0.3 and found["error"] < 1e-2
-        assert found["reductions"] == [[5, 256]] * 4  # o and down of two layers: stock reduces each twice
-        assert found["states"]["row"] == "bound"
+        assert found["reductions"] == [[rows, wide] for rows in (5, 3) for wide in reduced]
+        assert {found["states"][site] for site in sites} == {"bound"}
 
 
 @pytest.mark.parametrize("fault", ["start", "serving", "absent"])
 def test_ranks_agree_when_one_of_them_cannot(stub, fault):
     """Stock's row layer reduces twice and ours once: a rank that went back alone would hang or kill the others."""
-    first, last = parallel(stub, 2, fault)
+    first, last = parallel(stub, "qwen", 2, fault)
     for found in (first, last):
         assert found["moved"] > 0.3 and found["error"] < 1e-2
     assert first["reductions"] == last["reductions"]
-    assert len(first["reductions"]) == (4 if fault == "serving" else 8)
+    assert len(first["reductions"]) == (8 if fault == "serving" else 16)
     assert first["states"]["row"] == ("bound" if fault == "serving" else "declined")
 
 

@@ -149,7 +149,6 @@ def make_manager(model: Toy | ExpertsToy, backend: str, slots: int, ranks: dict[
     """A LoRAManager for `model` with one random adapter for each name in `ranks`, on everything `model` can adapt."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora.lora_manager import LoRAManager
-    from sglang.srt.lora.lora_registry import LoRARef
 
     manager = LoRAManager(
         base_model=model, base_hf_config=model.config, max_loras_per_batch=slots, load_config=LoadConfig(), dtype=dtype,
@@ -157,17 +156,24 @@ def make_manager(model: Toy | ExpertsToy, backend: str, slots: int, ranks: dict[
         tp_size=start_sglang.ranks, tp_rank=start_sglang.rank, target_modules=model.target_modules,
     )  # fmt: skip
     for number, (name, rank) in enumerate(ranks.items()):
-        generator = torch.Generator().manual_seed(number)
-        tensors = {}
-        for at, (a, b) in model.adapted(rank).items():
-            tensors[f"base_model.model.{at}.lora_A.weight"] = torch.randn(a, generator=generator) * a[-1] ** -0.5
-            tensors[f"base_model.model.{at}.lora_B.weight"] = torch.randn(b, generator=generator) * rank**-0.5
-        modules = sorted({at.rpartition(".")[2] for at in model.adapted(rank)})
-        config = {"r": rank, "lora_alpha": rank * 2, "target_modules": modules, "peft_type": "LORA", "bias": "none"}
-        reference = LoRARef(lora_id=name, lora_name=name, lora_path=f"__{name}__", pinned=False)
-        result = manager.load_lora_adapter_from_tensors(reference, tensors, config)
-        assert result.success, result.error_message
+        load(manager, model, name, rank, number)
     return manager
+
+
+def load(manager, model: Toy | ExpertsToy, name: str, rank: int, seed: int) -> None:
+    """Load a random adapter of that name and rank, on everything `model` can adapt."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for at, (a, b) in model.adapted(rank).items():
+        tensors[f"base_model.model.{at}.lora_A.weight"] = torch.randn(a, generator=generator) * a[-1] ** -0.5
+        tensors[f"base_model.model.{at}.lora_B.weight"] = torch.randn(b, generator=generator) * rank**-0.5
+    modules = sorted({at.rpartition(".")[2] for at in model.adapted(rank)})
+    config = {"r": rank, "lora_alpha": rank * 2, "target_modules": modules, "peft_type": "LORA", "bias": "none"}
+    reference = LoRARef(lora_id=name, lora_name=name, lora_path=f"__{name}__", pinned=False)
+    result = manager.load_lora_adapter_from_tensors(reference, tensors, config)
+    assert result.success, result.error_message
 
 
 class Batch(types.SimpleNamespace):
