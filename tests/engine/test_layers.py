@@ -37,7 +37,8 @@ def facts(process: subprocess.Popen) -> dict:
 def test_decode_and_prefill_steps_are_float64_lora(stub, backend):
     found = facts(start(stub, "decode_steps.py", backend, "--steps", "12", "--check-every", "2"))
     assert found["moved"] > 0.3, "the adapters do not matter, so the test shows nothing"
-    assert found["error"] < 1e-2 and found["prefill_error"] < 1e-2 and found["base_unequal"] == 0
+    # 0.009 is seen where one row's gate lies near zero (stock: 0.02); a wrong adapter gives errors near `moved`
+    assert found["error"] < 2e-2 and found["prefill_error"] < 1e-2 and found["base_unequal"] == 0
     assert {found["sites"][site] for site in ("adapters", "qkv", "row", "merged")} == {"bound"}
     assert not found["stock_prepared"], "sglang's own LoRA metadata was prepared although nothing reads it"
 

@@ -3,9 +3,10 @@
     LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/toy/decode_steps.py csgmv --steps 2000
     LORA_FASTPATH=1 PYTHONPATH=<checkout> python tests/toy/decode_steps.py csgmv --steps 2000 --model experts
 
-Every step draws a batch size, adapters (with unknown ones and none), sometimes loads or unloads one, and compares the
-replay with the same batch run eagerly, and now and then with float64 and, for the rows without an adapter, with the
-same batch without any. On the CPU there are no graphs: eager steps alone.
+Every step draws a batch size and adapters (with unknown ones and none), which move in and out of their slots; now and
+then one is unloaded and another loaded. The replay is compared with the same batch run eagerly, now and then with
+float64 and, the rows without an adapter, with the same batch without any. On the CPU there are no graphs: eager steps
+alone.
 Prints one JSON line.
 """
 
@@ -26,6 +27,7 @@ from toy_experts import ExpertsToy
 
 BATCHES = (1, 2, 4, 8, 16, 24)
 SLOTS = 4
+RELOAD_EVERY = 5
 MODELS = {"dense": toy.Toy, "experts": ExpertsToy, "shared-outer": functools.partial(ExpertsToy, shared=True)}
 
 
@@ -57,11 +59,14 @@ def main() -> None:
         if device == "cuda":
             graphs, outputs = capture(model, manager, x)
         unequal, base_unequal, worst, moved = 0, 0, 0.0, 0.0
+        names = list(ranks)
         for step in range(args.steps):
+            if step % RELOAD_EVERY == RELOAD_EVERY - 1:
+                names[-1] = reload(manager, model, names[-1], f"loaded{step}", rng.randint(1, max(ranks.values())))
             live = rng.randint(1, BATCHES[-1])
             padded = next(m for m in BATCHES if m >= live)
-            names = rng.sample(list(ranks), rng.randint(0, SLOTS - 1))
-            uids = [rng.choice([*names, None, "nobody"]) for _ in range(live)]
+            active = rng.sample(names, rng.randint(0, SLOTS - 1))
+            uids = [rng.choice([*active, None, "nobody"]) for _ in range(live)]
             x[padded].normal_()
             known = {uid for uid in uids if uid != "nobody"}
             manager.fetch_new_loras(known)
@@ -95,6 +100,16 @@ def main() -> None:
     facts["as_deepseek_reads_them"] = all(hasattr(layer, "moe_runner_config") for layer in experts)
     stock_prepared = manager.lora_fastpath.prepares_stock if sites else True
     print(json.dumps(facts | {"prefill_error": prefill, "stock_prepared": stock_prepared, "sites": sites}))
+
+
+def reload(manager, model, old: str, new: str, rank: int) -> str:
+    """Unload the adapter `old`, load random weights as `new`."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    result = manager.unload_lora_adapter(LoRARef(lora_id=old, lora_name=old, lora_path=f"__{old}__", pinned=False))
+    assert result.success, result.error_message
+    toy.load(manager, model, new, rank, seed=int(new.removeprefix("loaded")))
+    return new
 
 
 def capture(model, manager, x: dict[int, torch.Tensor]) -> tuple[dict, dict]:

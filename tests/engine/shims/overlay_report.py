@@ -30,6 +30,10 @@ SHAPES = {
 of the expert kernels is a pair of a token and an expert."""
 
 
+LOOKED_AT = ("sglang.srt.lora.", "sglang.srt.models.deepseek")
+"""What the names of modules begin with in which sglang's own code is looked for and ours must be found."""
+
+
 def install() -> None:
     """Count the kernels' launches and give sglang's scheduler the reporting method."""
     for name in SHAPES:
@@ -74,13 +78,13 @@ def report() -> dict:
 
 
 def foreign() -> list[str]:
-    """The methods of sglang's LoRA classes whose code comes from another file than their class does, and its functions
+    """The methods of classes in LOOKED_AT whose code comes from another file than their class does, and its functions
     that are no functions.
 
-    Left out is what Python itself makes: the methods of enums and dataclasses.
+    Left out is what Python itself makes, the methods of enums and dataclasses, and what torch.no_grad() does.
     """
     found = []
-    for module in [module for name, module in sys.modules.items() if name.startswith("sglang.srt.lora.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith(LOOKED_AT)]:
         for name, cls in vars(module).items():
             if type(cls).__name__ == "FunctionWrapper" and cls.__module__ == module.__name__:
                 found.append(name)
@@ -88,8 +92,9 @@ def foreign() -> list[str]:
                 continue
             for name, value in vars(cls).items():
                 method = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-                file = getattr(getattr(method, "__code__", None), "co_filename", None)
-                stock = file in (module.__file__, "<string>") and type(method) is types.FunctionType
+                file = getattr(getattr(method, "__code__", None), "co_filename", "")
+                theirs = file in (module.__file__, "<string>") or file.endswith("torch/utils/_contextlib.py")
+                stock = theirs and type(method) is types.FunctionType
                 if callable(value) and not isinstance(value, type) and name != "__repr__" and not stock:
                     found.append(f"{cls.__name__}.{name}")
     return found
