@@ -31,15 +31,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # also when loaded by 
 from engine_pool import REPOSITORY, EngineError, EngineProcess, close_all, environment, free_ports
 from model_folder import SHAPES, TARGETS, is_moe, write_adapters, write_model
 
-ENGINES = {  # name -> (sglang's LoRA arguments or None for no LoRA, overlay on)
-    "base": (None, False),
-    "stock_csgmv": ({"lora_backend": "csgmv"}, False),
-    "stock_triton": ({"lora_backend": "triton"}, False),
-    "stock_virtual": ({"lora_backend": "triton", "lora_use_virtual_experts": True}, False),
-    "fast": ({"lora_backend": "csgmv"}, True),  # csgmv is sglang's default, so what a user of the overlay runs
-    "fast_triton": ({"lora_backend": "triton"}, True),
+ENGINES = {  # name -> (sglang's LoRA arguments or None for no LoRA, the overlay's sites)
+    "base": (None, ""),
+    "stock_csgmv": ({"lora_backend": "csgmv"}, ""),
+    "stock_triton": ({"lora_backend": "triton"}, ""),
+    # stock cannot serve adapters on DeepSeek's experts: this is stock with that one fault mended
+    "stock_mended": ({"lora_backend": "triton"}, "fix-deepseek-experts"),
+    "stock_virtual": ({"lora_backend": "triton", "lora_use_virtual_experts": True}, ""),
+    "fast": ({"lora_backend": "csgmv"}, "all"),  # csgmv is sglang's default, so what a user of the overlay runs
+    "fast_triton": ({"lora_backend": "triton"}, "all"),
 }
-STOCK = ("stock_csgmv", "stock_triton")
+STOCK = ("stock_csgmv", "stock_triton", "stock_mended")
 """The engines that `ms_stock` is the faster of. Virtual experts are timed beside them: their results are wrong for
 gated experts (up's delta is computed with gate's A), so they are no speed to be held against."""
 
@@ -146,13 +148,13 @@ def start_engines(
     shared = engine_settings(args, config, model)
     extra = cpu_environment(args.cpu_harness, args.out) if args.device == "cpu" else {}
     for name, port in zip(args.engines, free_ports(len(args.engines)), strict=True):
-        lora, overlay = ENGINES[name]
+        lora, sites = ENGINES[name]
         engine = shared | {"nccl_port": port}
         if lora:
             slots = max(2, len(adapters))
             engine |= {"enable_lora": True, "lora_paths": adapters, "max_loras_per_batch": slots} | lora
         settings = {"engine": engine, "vocabulary": config["vocab_size"]}
-        engines.append(EngineProcess(name, settings, environment(overlay, extra), args.out / f"{name}.log"))
+        engines.append(EngineProcess(name, settings, environment(sites, extra), args.out / f"{name}.log"))
         if args.start == "one-by-one":
             wait(engines[-1], args.start_timeout)
     if args.start == "together":
@@ -275,13 +277,13 @@ def table(cells: list[dict]) -> str:
         return "-" if value is None else format(value, form)
 
     lines = [
-        "phase    batch  tokens adapters |    base  csgmv(s) triton(s) virtual(s)   fast | kept stock  kept fast  spread"
+        "phase    batch  tokens adapters |    base   stock (backend) virtual    fast | kept stock  kept fast  spread"
     ]
     for c in cells:
-        times = [number(c.get(f"ms_{n}"), ".3f") for n in ("base", *STOCK, "stock_virtual", "fast")]
+        base, stock, virtual, fast = (number(c.get(f"ms_{n}"), ".3f") for n in ("base", "stock", "stock_virtual", "fast"))
         lines.append(
-            f"{c['phase']:8} {c['batch']:5} {c['tokens']:7} {c['adapters']:8} | {times[0]:>7} {times[1]:>9} {times[2]:>9} "
-            f"{times[3]:>10} {times[4]:>6} | {number(c['kept_stock'], '.1%'):>10} {number(c['kept_fast'], '.1%'):>10} "
+            f"{c['phase']:8} {c['batch']:5} {c['tokens']:7} {c['adapters']:8} | {base:>7} {stock:>7} "
+            f"({c['stock_backend'] or '-':6}) {virtual:>8} {fast:>7} | {number(c['kept_stock'], '.1%'):>10} {number(c['kept_fast'], '.1%'):>10} "
             f"{number(c['spread'], '.1%'):>7}"
         )
     return "\n".join(lines)

@@ -21,19 +21,21 @@ class EngineError(RuntimeError):
     """An engine died, hung or refused a request; the text says which engine and why."""
 
 
-def environment(overlay: bool, extra: dict[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for an engine with the overlay on, or for one that has never heard of it.
+def environment(sites: str, extra: dict[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for an engine with these sites of the overlay, or "", one that has never heard of it.
 
-    Settings that the caller has made (LORA_FASTPATH_SITES and so on) reach the overlay's engines only.
+    Settings that the caller has made reach the overlay's engines only; "all" leaves LORA_FASTPATH_SITES to the caller.
     """
     env = dict(os.environ)
     env.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")  # its warm-up costs minutes a start
     env.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"})
     env.update(extra or {})
     paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != REPOSITORY]
-    if overlay:
+    if sites:
         paths.insert(0, str(REPOSITORY))
         env["LORA_FASTPATH"] = "1"
+        if sites != "all":
+            env["LORA_FASTPATH_SITES"] = sites
     else:
         for name in [name for name in env if name.startswith(OVERLAY_SWITCHES)]:
             del env[name]

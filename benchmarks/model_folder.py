@@ -101,6 +101,72 @@ QWEN2_MOE_256 = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+DEEPSEEK = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V2_LITE = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+# One dense layer, where DeepSeek-V3 has three of 61: of the few layers that fit, most shall be what most layers are.
+DEEPSEEK_V3 = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
 TINY_MOE = {
     **QWEN3_MOE,
     "head_dim": 32,
@@ -123,48 +189,81 @@ SHAPES = {
     "qwen3-30b-a3b-bf16": QWEN3_MOE,
     "qwen3-8b-bf16": QWEN3_8B,
     "qwen2-moe-256x512-fp8": {**QWEN2_MOE_256, "quantization_config": FP8_BLOCKS},
+    "deepseek-v2-lite-bf16": DEEPSEEK_V2_LITE,
+    "deepseek-v3-fp8": {**DEEPSEEK_V3, "quantization_config": FP8_BLOCKS},
     "tiny-moe": TINY_MOE,  # small enough for a CPU
 }
 TARGETS = ("attention", "all-linear", "experts", "all")
 
 
 def is_moe(config: dict) -> bool:
-    return "num_experts" in config
+    return "num_experts" in config or "n_routed_experts" in config
 
 
 def linears(config: dict, targets: str) -> list[tuple[str, int, int]]:
-    """Modules of one layer that an adapter touches: (name within the layer, output width, input width).
+    """Modules that an adapter touches: (name, output width, input width), layer by layer.
 
     `all-linear` leaves the experts out (that is what PEFT's "all-linear" does with fused experts), `all` has them.
     Raises ValueError where the model has no such modules.
     """
-    hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    head = config["head_dim"]
-    attention = [
-        ("self_attn.q_proj", heads * head, hidden),
-        ("self_attn.k_proj", kv * head, hidden),
-        ("self_attn.v_proj", kv * head, hidden),
-        ("self_attn.o_proj", hidden, heads * head),
+    if targets == "experts" and not is_moe(config):
+        raise ValueError(f"targets={targets!r}: this model has no such layers")
+    return [
+        (f"model.layers.{layer}.{name}", out, into)
+        for layer in range(config["num_hidden_layers"])
+        for name, out, into in _of_layer(config, targets, layer)
     ]
+
+
+def _of_layer(config: dict, targets: str, layer: int) -> list[tuple[str, int, int]]:
+    attention = _latent_attention(config) if "kv_lora_rank" in config else _attention(config)
+    hidden, wide = config["hidden_size"], config.get("moe_intermediate_size", 0)
     mlp: list[tuple[str, int, int]] = []
     experts: list[tuple[str, int, int]] = []
-    if is_moe(config):
-        wide = config["moe_intermediate_size"]
+    if not is_moe(config) or layer < config.get("first_k_dense_replace", 0):
+        mlp = _gated("mlp", hidden, config["intermediate_size"])
+    else:
         if shared := config.get("shared_expert_intermediate_size"):
             mlp = _gated("mlp.shared_expert", hidden, shared)
-        for e in range(config["num_experts"]):
+        elif shared := config.get("n_shared_experts"):
+            mlp = _gated("mlp.shared_experts", hidden, shared * wide)
+        for e in range(config.get("num_experts") or config["n_routed_experts"]):
             experts += _gated(f"mlp.experts.{e}", hidden, wide)
-    else:
-        mlp = _gated("mlp", hidden, config["intermediate_size"])
-    chosen = {
+    return {
         "attention": attention,
         "all-linear": attention + mlp,
         "experts": experts,
         "all": attention + mlp + experts,
     }[targets]
-    if not chosen:
-        raise ValueError(f"targets={targets!r}: this model has no such layers")
-    return chosen
+
+
+def _attention(config: dict) -> list[tuple[str, int, int]]:
+    hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head = config["head_dim"]
+    return [
+        ("self_attn.q_proj", heads * head, hidden),
+        ("self_attn.k_proj", kv * head, hidden),
+        ("self_attn.v_proj", kv * head, hidden),
+        ("self_attn.o_proj", hidden, heads * head),
+    ]
+
+
+def _latent_attention(config: dict) -> list[tuple[str, int, int]]:
+    """DeepSeek's. Without a q_lora_rank sglang 0.5.12.post1 loads no adapter on q_proj and wraps no kv_a_proj_with_mqa."""
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, v = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    always = [
+        ("self_attn.kv_b_proj", heads * (nope + v), latent),
+        ("self_attn.o_proj", hidden, heads * v),
+    ]
+    if not (rank := config["q_lora_rank"]):
+        return always
+    return [
+        ("self_attn.q_a_proj", rank, hidden),
+        ("self_attn.q_b_proj", heads * (nope + rope), rank),
+        ("self_attn.kv_a_proj_with_mqa", latent + rope, hidden),
+        *always,
+    ]
 
 
 def _gated(prefix: str, hidden: int, wide: int) -> list[tuple[str, int, int]]:
@@ -193,7 +292,6 @@ def write_adapters(root: Path, config: dict, targets: str, rank: int, count: int
     eight adapters on 256 experts of 16 layers are then 1 GB to write and to keep in the page cache, not 8.
     """
     modules = linears(config, targets)
-    layers = config["num_hidden_layers"]
     wanted = json.dumps([config, targets, rank, count], sort_keys=True)
     stamp = root / "adapters.json"
     folders = {f"adapter{k}": str(root / f"adapter{k}") for k in range(count)}
@@ -215,11 +313,9 @@ def write_adapters(root: Path, config: dict, targets: str, rank: int, count: int
         return pool[start : start + rows * columns].view(rows, columns).clone()
 
     tensors = {}
-    for layer in range(layers):
-        for name, out, into in modules:
-            key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = window(rank, into)
-            tensors[f"{key}.lora_B.weight"] = window(out, rank)
+    for name, out, into in modules:
+        tensors[f"base_model.model.{name}.lora_A.weight"] = window(rank, into)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = window(out, rank)
     root.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)  # a call cut short from here on leaves nothing to reuse
     save_file(tensors, root / "adapter_model.safetensors")

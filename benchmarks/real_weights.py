@@ -52,13 +52,13 @@ def write_weights(folder: Path, config: dict) -> None:
         "lm_head.weight": random(config["vocab_size"], hidden, scale=3 * hidden**-0.5),
         "model.norm.weight": norm(hidden),
     }
+    for name, out, into in linears(config, "all"):
+        weight = random(out, into, scale=into**-0.5)
+        if "quantization_config" in config:
+            weight, weights[f"{name}.weight_scale_inv"] = (part.cpu() for part in fp8_blocks(weight))
+        weights[f"{name}.weight"] = weight.cpu()
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        for name, out, into in linears(config, "all"):
-            weight = random(out, into, scale=into**-0.5)
-            if "quantization_config" in config:
-                weight, weights[f"{at}.{name}.weight_scale_inv"] = fp8_blocks(weight)
-            weights[f"{at}.{name}.weight"] = weight
         if is_moe(config):
             weights[f"{at}.mlp.gate.weight"] = random(config["num_experts"], hidden, scale=4 * hidden**-0.5)
         for name, size in (
@@ -66,8 +66,7 @@ def write_weights(folder: Path, config: dict) -> None:
             ("self_attn.q_norm", head), ("self_attn.k_norm", head),
         ):  # fmt: skip
             weights[f"{at}.{name}.weight"] = norm(size)
-        weights = {name: tensor.cpu() for name, tensor in weights.items()}
-    save_file(weights, folder / "model.safetensors")
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
 def fp8_blocks(weight):
@@ -92,12 +91,11 @@ def write_adapters(root: Path, config: dict) -> dict[str, str]:
         folder = root / name
         folder.mkdir(parents=True, exist_ok=True)
         modules, tensors = linears(config, targets), {}
-        for layer in range(config["num_hidden_layers"]):
-            for module, out, into in modules:
-                at = f"base_model.model.model.layers.{layer}.{module}"
-                a = torch.randn(rank, into, generator=generator) * into**-0.5
-                b = torch.randn(out, rank, generator=generator) * EFFECT / 2 * rank**-0.5  # alpha is twice the rank
-                tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"] = a.bfloat16(), b.bfloat16()
+        for module, out, into in modules:
+            at = f"base_model.model.{module}"
+            a = torch.randn(rank, into, generator=generator) * into**-0.5
+            b = torch.randn(out, rank, generator=generator) * EFFECT / 2 * rank**-0.5  # alpha is twice the rank
+            tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"] = a.bfloat16(), b.bfloat16()
         save_file(tensors, folder / "adapter_model.safetensors")
         peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
         peft["target_modules"] = sorted({module.rsplit(".", 1)[1] for module, _, _ in modules})
@@ -159,14 +157,14 @@ def main() -> int:
     engines, answers, sites = [], {}, {}
     try:
         for name, port in zip(names, free_ports(len(names))):
-            own, overlay = engine_ab.ENGINES[name]
+            own, sites_of = engine_ab.ENGINES[name]
             engine = settings | own | {"nccl_port": port, "enable_lora": True}
             engine |= {"lora_paths": adapters, "max_loras_per_batch": len(adapters) + 1}
             worker = {"engine": engine, "vocabulary": config["vocab_size"]}
-            engines.append(EngineProcess(name, worker, environment(overlay, extra), args.out / f"{name}.log"))
+            engines.append(EngineProcess(name, worker, environment(sites_of, extra), args.out / f"{name}.log"))
             engines[-1].wait_until_up(600)
             answers[name] = engines[-1].ask("answers", 600, lora=lora, **fields)["answers"]
-            if overlay:
+            if sites_of:
                 answers[f"{name} alone"] = engines[-1].ask("answers", 600, lora=[None] * args.prompts, **fields)["answers"]
                 sites[name] = engines[-1].ask("state", 60)["sites"]
     finally:

@@ -127,26 +127,31 @@ class TestEnvironment:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), "/somewhere"]))
         for name in ("LORA_FASTPATH", "LORA_FASTPATH_SITES", "SGLANG_EXPERIMENTAL_LORA_OPTI"):
             monkeypatch.setenv(name, "1")
-        env = engine_pool.environment(overlay=False)
+        env = engine_pool.environment("")
         assert env["PYTHONPATH"] == "/somewhere"
         assert not [name for name in env if name.startswith("LORA_FASTPATH") or name == "SGLANG_EXPERIMENTAL_LORA_OPTI"]
 
     def test_overlay_comes_first_and_keeps_the_callers_settings(self, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", "/somewhere")
         monkeypatch.setenv("LORA_FASTPATH_SITES", "all,-row")
-        env = engine_pool.environment(overlay=True, extra={"PYTHONPATH": "/shims"})
+        env = engine_pool.environment("all", extra={"PYTHONPATH": "/shims"})
         assert env["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/shims"]
         assert (env["LORA_FASTPATH"], env["LORA_FASTPATH_SITES"]) == ("1", "all,-row")
 
 
 class TestModels:
+    def widths(self, shape: str, targets: str, layers: int = 1) -> dict[str, tuple[int, int]]:
+        config = {**model_folder.SHAPES[shape], "num_hidden_layers": layers}
+        found = model_folder.linears(config, targets)
+        return {name.removeprefix("model.layers."): (out, into) for name, out, into in found}
+
     def test_qwen3_8b_layer(self):
-        widths = {name: (out, into) for name, out, into in model_folder.linears(model_folder.QWEN3_8B, "all-linear")}
-        assert widths["self_attn.q_proj"] == (4096, 4096) and widths["self_attn.k_proj"] == (1024, 4096)
-        assert widths["mlp.down_proj"] == (4096, 12288) and len(widths) == 7
+        widths = self.widths("qwen3-8b-bf16", "all-linear")
+        assert widths["0.self_attn.q_proj"] == (4096, 4096) and widths["0.self_attn.k_proj"] == (1024, 4096)
+        assert widths["0.mlp.down_proj"] == (4096, 12288) and len(widths) == 7
 
     def test_targets(self):
-        count = {t: len(model_folder.linears(model_folder.TINY_MOE, t)) for t in model_folder.TARGETS}
+        count = {t: len(self.widths("tiny-moe", t)) for t in model_folder.TARGETS}
         assert count == {"attention": 4, "all-linear": 4, "experts": 24, "all": 28}
         with pytest.raises(ValueError, match="'experts'"):
             model_folder.linears(model_folder.QWEN3_8B, "experts")
@@ -167,14 +172,30 @@ class TestModels:
         assert (peft["r"], peft["lora_alpha"]) == (4, 8) and "gate_proj" in peft["target_modules"]
 
     def test_shared_expert_beside_256(self):
+        linear = self.widths("qwen2-moe-256x512-fp8", "all-linear")
+        assert linear["0.mlp.shared_expert.down_proj"] == (2048, 512) and len(linear) == 7
+        experts = self.widths("qwen2-moe-256x512-fp8", "experts")
+        assert len(experts) == 3 * 256 and experts["0.mlp.experts.255.down_proj"] == (2048, 512)
         config = model_folder.SHAPES["qwen2-moe-256x512-fp8"]
-        linear = {name: (out, into) for name, out, into in model_folder.linears(config, "all-linear")}
-        assert linear["mlp.shared_expert.down_proj"] == (2048, 512) and len(linear) == 7
-        experts = model_folder.linears(config, "experts")
-        assert len(experts) == 3 * 256 and experts[-1] == ("mlp.experts.255.down_proj", 2048, 512)
         # sglang sizes and splits by these; a mismatch shows on a GPU alone
         assert config["intermediate_size"] == config["shared_expert_intermediate_size"]
         assert config["hidden_size"] == config["num_attention_heads"] * config["head_dim"]
+
+    def test_deepseek_has_a_dense_layer_first(self):
+        widths = self.widths("deepseek-v3-fp8", "all", layers=2)
+        assert widths["0.mlp.down_proj"] == (7168, 18432) and "1.mlp.down_proj" not in widths
+        assert widths["1.mlp.shared_experts.up_proj"] == (2048, 7168) and "0.mlp.experts.0.up_proj" not in widths
+        assert widths["1.mlp.experts.255.down_proj"] == (7168, 2048)
+        assert widths["0.self_attn.kv_a_proj_with_mqa"] == (576, 7168)
+        assert widths["0.self_attn.q_b_proj"] == (128 * 192, 1536)
+        assert len(widths) == 2 * 5 + 3 + 3 + 3 * 256
+
+    def test_of_deepseek_v2_lite_only_what_sglang_can_load(self):
+        widths = self.widths("deepseek-v2-lite-bf16", "all-linear", layers=2)
+        assert {name for name in widths if "attn" in name} == {
+            f"{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in ("kv_b", "o")
+        }
+        assert widths["1.mlp.shared_experts.down_proj"] == (2048, 2 * 1408)
 
     def test_the_config_is_one_that_transformers_reads(self, tmp_path):
         transformers = pytest.importorskip("transformers")
@@ -206,7 +227,7 @@ class TestSettings:
         started = {}
 
         def engine(name, settings, env, log):
-            started[name] = (settings["engine"], env.get("LORA_FASTPATH"))
+            started[name] = (settings["engine"], env.get("LORA_FASTPATH") and env.get("LORA_FASTPATH_SITES", "all"))
             return SimpleNamespace(name=name, start_seconds=1.0, started=0.0, wait_until_up=lambda timeout: None)
 
         monkeypatch.setattr(engine_ab, "EngineProcess", engine)
@@ -215,9 +236,11 @@ class TestSettings:
         lora = {name: (e.get("lora_backend"), e.get("lora_use_virtual_experts", False)) for name, (e, _) in started.items()}
         assert lora == {
             "base": (None, False), "stock_csgmv": ("csgmv", False), "stock_triton": ("triton", False),
-            "stock_virtual": ("triton", True), "fast": ("csgmv", False), "fast_triton": ("triton", False),
+            "stock_mended": ("triton", False), "stock_virtual": ("triton", True), "fast": ("csgmv", False),
+            "fast_triton": ("triton", False),
         }  # fmt: skip
-        assert {name for name, (_, overlay) in started.items() if overlay} == {"fast", "fast_triton"}
+        sites = {name: sites for name, (_, sites) in started.items() if sites}
+        assert sites == {"fast": "all", "fast_triton": "all", "stock_mended": "fix-deepseek-experts"}
         assert "lora_paths" not in started["base"][0] and started["fast"][0]["lora_paths"] == {"adapter0": "x"}
 
     def test_sglang_knows_the_arguments(self):
@@ -256,7 +279,7 @@ class TestCells:
         cell = engine_ab.make_cell({"tokens": 16}, SAMPLES | {"stock_virtual": [1.4, 1.4, 1.4]}, {})
         assert (cell["ms_stock_virtual"], cell["ms_stock"], cell["stock_backend"]) == (1.4, 1.6, "triton")
         lines = engine_ab.table([cell | {"phase": "decode", "batch": 1, "adapters": 1}]).splitlines()
-        assert lines[1][: lines[0].index("virtual(s)") + len("virtual(s)")].endswith(" 1.400")
+        assert lines[1][: lines[0].index("virtual") + len("virtual")].endswith(" 1.400")
 
     def test_missing_engines_leave_gaps(self):
         cell = engine_ab.make_cell({}, {"fast": [1.0], "base": []}, {})
