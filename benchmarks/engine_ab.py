@@ -227,7 +227,7 @@ def make_cell(facts: dict, samples: dict[str, list[float]], tokens: dict[str, li
     }
 
 
-def header(args: argparse.Namespace, argv: list[str]) -> dict:
+def header(args: argparse.Namespace, argv: list[str], script: str = "engine_ab.py") -> dict:
     """What was measured on what: the fields of the result file beside its cells."""
     gpu = driver = ""
     if args.device == "cuda":
@@ -242,7 +242,7 @@ def header(args: argparse.Namespace, argv: list[str]) -> dict:
         "driver": driver,
         **{package: version(package) for package in ("sglang", "torch", "triton")},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/engine_ab.py", *argv]),
+        "command": shlex.join(["python", f"benchmarks/{script}", *argv]),
         "commit": commit,
         "engines": {},
         "cells": [],

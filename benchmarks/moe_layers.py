@@ -3,12 +3,15 @@
     python benchmarks/moe_layers.py --model 30b-fp8 --rows 1,16,64,256 --adapters 1,8
 
 A chain of four expert layers (so that no weight stays in the L2 cache) with fixed random routing; no router, no
-attention. Prints us a layer without adapters (sglang's own sequence) and what adapters add, in two streams and in one.
+attention. Prints us a layer without adapters (sglang's own sequence), what adapters add, in two streams and in one, and
+the least that reading them could add: the bytes of the (adapter, expert) pairs in use at the speed of a large copy. With
+--name writes all that to --results/NAME.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import types
 from pathlib import Path
@@ -18,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import engine_ab
 from dense_layers import LAYERS, SLOTS, captured, integers, us_a_layer
 
 from lora_fastpath import stock
@@ -102,14 +106,39 @@ def routing(rows: int, experts: int, top_k: int) -> object:
     return StandardTopKOutput((weights / weights.sum(-1, keepdim=True)).float(), ids.int(), logits)
 
 
+def bytes_per_us() -> float:
+    """Read plus written by a large copy on this GPU."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copies = captured(lambda: target.copy_(source))
+    return 2 * source.numel() / (us_a_layer({"copy": copies})["copy"] * LAYERS)
+
+
+def adapter_bytes(layers: list[Layer], routes: list, slots: torch.Tensor) -> float:
+    """A layer's adapter weights that these rows need, each pair of an adapter and an expert once; mean of the layers."""
+    total = 0
+    for layer, topk_output in zip(layers, routes):
+        pairs = (slots[:, None].long() * layer.count + topk_output.topk_ids).unique().numel()
+        experts = layer.experts
+        buffers = (experts.gate_up_a, experts.gate_up_b, experts.down_a, experts.down_b)
+        total += pairs * sum(buffer[0, 0].numel() * buffer.element_size() for buffer in buffers)
+    return total / len(layers)
+
+
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--model", choices=MODELS, default="30b-fp8")
     ap.add_argument("--rows", type=integers, default=[1, 16, 64, 256])
     ap.add_argument("--adapters", type=integers, default=[1, 8])
     ap.add_argument("--rank", type=int, default=16)
+    ap.add_argument("--name", help="of the result; default: none is written")
+    ap.add_argument("--results", type=Path, default=Path(__file__).resolve().parent / "results" / "layers")
+    ap.add_argument("--commit", default=os.environ.get("AB_COMMIT"), help="git commit, where there is no .git")
+    ap.set_defaults(device="cuda")
     args = ap.parse_args()
+    result = engine_ab.header(args, sys.argv[1:], "moe_layers.py")
     start_sglang()
+    speed = bytes_per_us()
     torch.manual_seed(0)
     lanes = Lanes(torch.device("cuda"))
     layers = [Layer(args.model, args.rank, lanes) for _ in range(LAYERS)]
@@ -131,13 +160,20 @@ def main() -> None:
                     kept.append(batch)  # the graphs hold addresses, not tensors
                     graphs[path.value] = captured(lambda batch=batch: run(batch))
                 times = us_a_layer(graphs)
-                base = times.pop("base")
+                base, read = times.pop("base"), adapter_bytes(layers, routes, slots)
+                cell = {"model": args.model, "rank": args.rank, "rows": rows, "adapters": adapters}
+                cell |= {"us_base": base, "us_added": {name: time - base for name, time in times.items()}}
+                cell |= {"adapter_mb": read / 1e6, "us_to_read_adapters": read / speed}
+                result["cells"].append(cell)
                 print(
-                    f"{args.model} rank {args.rank} rows {rows} adapters {adapters}: base {base:.1f} us a layer",
+                    f"{args.model} rank {args.rank} rows {rows} adapters {adapters}: base {base:.1f} us a layer, "
+                    f"{read / 1e6:.1f} MB of adapters in {read / speed:.1f} us at best",
                     flush=True,
                 )
                 for name, time in times.items():
                     print(f"    +{time - base:5.1f}  {base / time:.1%}  {name}", flush=True)
+                if args.name:
+                    engine_ab.save(result, args.results / f"{args.name}.json")
 
 
 if __name__ == "__main__":

@@ -169,8 +169,7 @@ def main() -> int:
                 sites[name] = engines[-1].ask("state", 60)["sites"]
     finally:
         close_all(engines)
-    result = engine_ab.header(shared, sys.argv[1:]) | {"sites": sites, "with_stock": {}, "without_adapter_unequal": {}}
-    result["command"] = "python benchmarks/real_weights.py " + " ".join(sys.argv[1:])
+    result = engine_ab.header(shared, sys.argv[1:], "real_weights.py") | {"sites": sites, "with_stock": {}, "without_adapter_unequal": {}}
     base = [i for i, adapter in enumerate(lora) if adapter is None]
     for name in names[1:]:
         result["with_stock"][name] = compare(answers["stock_triton"], answers[name], args.tie)

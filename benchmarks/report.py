@@ -19,8 +19,8 @@ def load(folder: Path) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
-def page(results: dict[str, dict]) -> str:
-    """RESULTS.md: every cell of every run."""
+def page(results: dict[str, dict], layers: dict[str, dict]) -> str:
+    """RESULTS.md: every cell of every run of an engine, then of single layers."""
     text = ["# Results", "", "Made from `results/*.json` by `report.py`. Times are medians in ms, a decode row's time is one step."]
     text += ["*Kept* is the share of the speed without LoRA; *spread* the largest deviation of one sample from its median."]
     for name, result in results.items():
@@ -31,7 +31,25 @@ def page(results: dict[str, dict]) -> str:
             cells = [cell for cell in result["cells"] if cell["phase"] == phase]
             if cells:
                 text += ["", f"{title}: {subject(cells[0])}", "", *cell_table(cells, phase)]
+    for name, result in layers.items():
+        text += ["", f"## Layers: {name}", "", conditions(result), "", f"`{result['command']}`"]
+        text += ["", f"Commit {result['commit']}.", "", *layer_table(result["cells"])]
     return "\n".join(text) + "\n"
+
+
+def layer_table(cells: list[dict]) -> list[str]:
+    """Of expert layers alone under graph replay (moe_layers.py): us without adapters and what adapters add."""
+    lines = [
+        "| model | rank | adapters | rows | no LoRA, us | added, two streams | added, one stream | adapters read, MB | at least, us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in sorted(cells, key=lambda c: (c["adapters"], c["rows"])):
+        added = cell["us_added"]
+        lines.append(
+            f"| {cell['model']} | {cell['rank']} | {cell['adapters']} | {cell['rows']} | {cell['us_base']:.1f} | "
+            f"{added['two streams']:.1f} | {added['one stream']:.1f} | {cell['adapter_mb']:.1f} | {cell['us_to_read_adapters']:.1f} |"
+        )
+    return lines
 
 
 def summary(results: dict[str, dict]) -> str:
@@ -110,9 +128,9 @@ def main(argv: list[str] | None = None) -> int:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--check", action="store_true", help="write nothing, exit 1 if a page is out of date")
     args = ap.parse_args(argv)
-    results = load(RESULTS)
+    results, layers = load(RESULTS), load(RESULTS / "layers")
     readme = between_markers(README.read_text(), "figures", summary(results))
-    wanted = {PAGE: page(results), README: between_markers(readme, "sites", site_table())}
+    wanted = {PAGE: page(results, layers), README: between_markers(readme, "sites", site_table())}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.name} {'is out of date: run python benchmarks/report.py' if args.check else 'written'}")

@@ -348,17 +348,23 @@ class TestReport:
         return module
 
     def test_page_has_every_cell(self, report):
-        page = report.page({"run": RESULT})
+        page = report.page({"run": RESULT}, {})
         assert "| 1 | 1 | 1.000 | 2.000 (triton) | - | 50.0% | - | 1.1% |" in page
         assert "| 1 | 8 | 1.000 |" in page and "Commit abc." in page
 
     def test_virtual_experts_have_a_column_where_they_were_measured(self, report):
         cells = [RESULT["cells"][0] | {"ms_stock_virtual": 1.5}, RESULT["cells"][0] | {"batch": 2}]
-        page = report.page({"run": RESULT | {"cells": cells}})
+        page = report.page({"run": RESULT | {"cells": cells}}, {})
         assert "| stock (backend) | stock, virtual experts | overlay |" in page
         assert "| 1 | 1 | 1.000 | 2.000 (triton) | 1.500 | - |" in page
         assert "| 1 | 2 | 1.000 | 2.000 (triton) | - | - |" in page
         assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
+
+    def test_layers_have_a_table_of_their_own(self, report):
+        cell = {"model": "30b-fp8", "rank": 16, "rows": 64, "adapters": 8, "us_base": 165.04}
+        cell |= {"us_added": {"two streams": 37.9, "one stream": 60.0}, "adapter_mb": 108.0, "us_to_read_adapters": 25.7}
+        page = report.page({}, {"moe": RESULT | {"cells": [cell]}})
+        assert "## Layers: moe" in page and "| 30b-fp8 | 16 | 8 | 64 | 165.0 | 37.9 | 60.0 | 108.0 | 25.7 |" in page
 
     def test_figures_go_between_the_markers(self, report):
         readme = "a\n<!-- figures: made by benchmarks/report.py -->\nold\n<!-- end of figures -->\nb\n"
