@@ -34,7 +34,8 @@ BLOCK_N = 256
 
 
 @triton.jit
-def _silu_and_mul(gate, up, FAST_MATH: tl.constexpr):
+def silu_and_mul(gate, up, FAST_MATH: tl.constexpr):
+    """gate / (1 + exp(-gate)) * up; FAST_MATH as for moe_activate."""
     if FAST_MATH:
         return tl.inline_asm_elementwise(
             """{
@@ -74,6 +75,23 @@ def quantize(x, FAST_MATH: tl.constexpr):
     return tl.reshape(codes, (x.shape[0], groups * 128)), largest * (1.0 / 448.0)
 
 
+@triton.jit
+def with_delta(
+    gate, up, pair, n, expert, inside, delta_ptr, row_slots_ptr, slot_ranks_ptr, pairs, experts, top_k, I: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """gate and up [rows, columns] float32 with the deltas of the pairs [rows] that get one, at columns n of I."""
+    if delta_ptr is not None:
+        # Asked for before it is known which rows have one: a load that waits for another is most of this kernel's time.
+        at = pair.to(tl.int64)[:, None] * (2 * I) + n[None, :]
+        gate_delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up_delta = tl.load(delta_ptr + I + at, mask=inside, other=0.0).to(tl.float32)
+        changed = gets_delta(pair, expert, pair < pairs, row_slots_ptr, slot_ranks_ptr, experts, top_k)[:, None]
+        # Not 0 for rows without: -0.0 + 0.0 is not -0.0.
+        gate = tl.where(changed, gate + gate_delta, gate)
+        up = tl.where(changed, up + up_delta, up)
+    return gate, up
+
+
 # Left open for the reasons that moe_delta.py gives.
 @triton.jit(do_not_specialize=["pairs", "experts", "top_k"])
 def _moe_activate_kernel(
@@ -106,16 +124,10 @@ def _moe_activate_kernel(
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + I + at, mask=inside, other=0.0).to(tl.float32)
     expert = tl.load(topk_ids_ptr + pair, mask=pair < pairs, other=-1)
-    if delta_ptr is not None:
-        # Asked for before it is known which rows have one: a load that waits for another is most of this kernel's time.
-        at = pair.to(tl.int64)[:, None] * (2 * I) + n[None, :]
-        gate_delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up_delta = tl.load(delta_ptr + I + at, mask=inside, other=0.0).to(tl.float32)
-        changed = gets_delta(pair, expert, pair < pairs, row_slots_ptr, slot_ranks_ptr, experts, top_k)[:, None]
-        # Not 0 for rows without: -0.0 + 0.0 is not -0.0.
-        gate = tl.where(changed, gate + gate_delta, gate)
-        up = tl.where(changed, up + up_delta, up)
-    out = _silu_and_mul(gate, up, FAST_MATH)
+    gate, up = with_delta(
+        gate, up, pair, n, expert, inside, delta_ptr, row_slots_ptr, slot_ranks_ptr, pairs, experts, top_k, I
+    )
+    out = silu_and_mul(gate, up, FAST_MATH)
     out = out.to(out_ptr.dtype.element_ty)
     pair, here = pair.to(tl.int64)[:, None], (expert >= 0)[:, None]
     tl.store(out_ptr + pair * out_row_stride + n[None, :], out, mask=inside & here)

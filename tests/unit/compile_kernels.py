@@ -15,10 +15,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from lora_fastpath.kernels import expand, heads_product, moe_activate, moe_delta, moe_prepare, moe_sum, shrink
+from lora_fastpath.kernels import (
+    expand,
+    heads_product,
+    moe_activate,
+    moe_delta,
+    moe_prepare,
+    moe_sum,
+    shrink,
+    sm100_activate,
+    sm100_gather,
+)
 
 POINTERS = {"tiles": "*i32", "arrivals": "*i32", "topk_ids": "*i32", "row_slots": "*i32", "slot_ranks": "*i32"}
 POINTERS |= {"sorted_pairs": "*i32", "block_experts": "*i32", "padded": "*i32", "codes": "*fp8e4nv", "scales": "*fp32", "parts": "*fp32", "weights": "*fp32"}
+POINTERS |= {"permuted": "*i32"}
+SM100 = {"in_use": "*i32", "gate_up_scales": "*fp32", "global_scale": "*fp32", "code_scales": "*fp32", "gate_up": "*fp8e4nv"}
+FP4 = {pointer: "*u8" for pointer in ("codes", "code_scales", "x", "scales", "rows", "row_scales")} | {"gate_up": "*bf16"}
 UNSPECIALIZED = (
     "tokens",
     "pairs",
@@ -66,12 +79,30 @@ def kernels():
         sizes["MOST_PAIRS"] = moe_prepare.MOST_PAIRS
         yield f"moe prepare {hidden} {experts}", moe_prepare._moe_prepare_kernel, sizes, 8, 1, ()
     sizes = dict(H=2048, TOP_K=8, BLOCK_N=moe_sum.BLOCK_N, PDL=True)
-    yield "moe sum", moe_sum._moe_sum_kernel, sizes, 4, 1, ()
+    in_place = dict(permuted_ptr=None, weights_ptr=None)
+    yield "moe sum", moe_sum._moe_sum_kernel, sizes | in_place, 4, 1, ()
+    yield "moe sum permuted", moe_sum._moe_sum_kernel, sizes, 4, 1, ()
+    for rows in (1, 8):
+        sizes = dict(I=768, SPAN=128, BLOCK_ROWS=rows, BLOCK_N=moe_activate.BLOCK_N, FAST_MATH=True, PDL=True)
+        kernel = sm100_activate._sm100_activate_kernel
+        yield f"sm100 activate fp8 {rows}", kernel, sizes | dict(global_scale_ptr=None), 4, 1, ()
+        fp4 = dict(gate_up_scales_ptr=None, in_use_ptr=None)
+        yield f"sm100 activate fp4 {rows}", kernel, sizes | fp4, 4, 1, ()
+    sizes = dict(H=7168, TOP_K=8, SPAN=128, BLOCK=sm100_gather.BLOCK, PDL=True)
+    yield "sm100 gather", sm100_gather._sm100_gather_kernel, sizes, 4, 1, ()
+
+
+def pointers(name: str) -> dict[str, str]:
+    if not name.startswith("sm100"):
+        return POINTERS
+    return POINTERS | SM100 | (FP4 if "fp8" not in name else {})
 
 
 def main(capability: int) -> None:
     found = {}
     for name, kernel, constants, warps, stages, float32 in kernels():
+        if capability < 90 and name.startswith("sm100"):
+            continue
         if "PDL" in constants:
             constants["PDL"] = capability >= 90
         if capability < 90:  # no FP8 there, and no experts in it
@@ -82,7 +113,7 @@ def main(capability: int) -> None:
                 signature[argument] = "constexpr"
                 continue
             pointer = argument.removesuffix("_ptr") if argument.endswith("_ptr") else ""
-            kind = "*fp32" if pointer in float32 else POINTERS.get(pointer, "*bf16")
+            kind = "*fp32" if pointer in float32 else pointers(name).get(pointer, "*bf16")
             signature[argument] = kind if pointer else "fp32" if argument == "scaling" else "i32"
             if argument not in UNSPECIALIZED:
                 attributes[(i,)] = [["tt.divisibility", 16]]
