@@ -396,3 +396,12 @@ def all_reduce(partial: torch.Tensor) -> torch.Tensor:
     from sglang.srt.lora import layers
 
     return layers.tensor_model_parallel_all_reduce(partial)
+
+
+def align(
+    topk_ids: torch.Tensor, block_size: int, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs [T, top_k] sorted by expert into blocks, each block's expert, how many entries are in use; on a GPU."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
+
+    return moe_align_block_size(topk_ids, block_size, experts)

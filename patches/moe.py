@@ -180,30 +180,30 @@ def run(experts: Experts, layer: Any, dispatched: Any, batch: Any) -> torch.Tens
 
     lane = experts.adapter_map.lanes.current() if batch.path is Path.TWO_STREAMS else None
     gate_up_delta, y_delta = torch.empty_like(gate_up), torch.empty_like(y)
-    _fork(lane)
+    fork(lane)
     gemms.gate_up(gate_up, x_codes)
-    with _side(lane):
+    with side(lane):
         experts.gate_up_delta(x, routing, rows, gate_up_delta, add=False)
     experts.activate(gate_up, gate_up_delta, routing, activated, codes)
-    _fork(lane)
+    fork(lane)
     gemms.down(activated, y, codes)
     if not gemms.sums_in_order():
         # In the order of our sum, tokens without an adapter would lose the bits of sglang's.
         experts.down_delta(activated, weights, routing, rows, y.flatten(0, 1), add=True)
         return gemms.sum_over_experts(y)
-    with _side(lane):
+    with side(lane):
         experts.down_delta(activated, weights, routing, rows, y_delta.flatten(0, 1), add=False)
     out = torch.empty_like(x)
     moe_sum(y, y_delta, routing, gemms.scaling, out, pdl=experts.pdl)
     return out
 
 
-def _fork(lane: Lane | None) -> None:
+def fork(lane: Lane | None) -> None:
     if lane is not None:
         lane.fork()
 
 
-def _side(lane: Lane | None) -> contextlib.AbstractContextManager:
+def side(lane: Lane | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if lane is None else lane.side()
 
 

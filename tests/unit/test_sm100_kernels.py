@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import sm100_reference as reference
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +19,6 @@ from lora_fastpath.moe_selfcheck import MoeCase, make_case
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set")
 
 NAN = float("nan")
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 CASES = {
     "one-adapter": {"ranks": (16,), "none_every": 0},
     "several-ranks": {"ranks": (16, 5, 0, 1)},
@@ -71,19 +71,11 @@ def activated(gate_up: torch.Tensor) -> torch.Tensor:
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Codes by distance alone, ties to the even one."""
-    distance = (x.abs().double()[..., None] - E2M1.double()).abs()
+    distance = (x.abs().double()[..., None] - reference.E2M1.double()).abs()
     tied = distance == distance.min(-1, keepdim=True).values
     even = tied & (torch.arange(8) % 2 == 0)
     code = torch.where(tied.sum(-1) > 1, even.int().argmax(-1), tied.int().argmax(-1))
     return code + 8 * torch.signbit(x).long()
-
-
-def reference_offsets(rows: int, groups: int, tile: int) -> torch.Tensor:
-    """Where the scale of [row, group] lies, by permuting axes."""
-    every = torch.arange(rows * groups)
-    if tile >= 128:  # [rows / 128, groups / 4, 32, 4, 4]: a row is 32 of the third axis, then the fourth's
-        return every.view(rows // 128, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, groups)
-    return every.view(rows // 8, groups // 4, 8, 4).permute(0, 2, 1, 3).reshape(rows, groups)
 
 
 def reference_fp4(x: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +125,7 @@ def test_e4m3_codes_are_the_nearest():
 
 
 def test_e2m1_codes_are_the_nearest():
-    x = torch.cat([around(E2M1), torch.rand(20000, generator=torch.Generator().manual_seed(0)) * 8])
+    x = torch.cat([around(reference.E2M1), torch.rand(20000, generator=torch.Generator().manual_seed(0)) * 8])
     x = torch.cat([x, -x, torch.tensor([7.0, 1e9, -1e9, 1e-30, -1e-30])])
     assert torch.equal(codes(x, False)[0].long(), nearest_e2m1(x))
 
@@ -149,7 +141,7 @@ def _offsets(out_ptr, GROUPS: tl.constexpr, SPAN: tl.constexpr, PADDED: tl.const
 def test_scales_lie_where_the_gemm_reads_them(tile, groups):
     out = torch.full((256, groups), -7)
     _offsets[(256,)](out, groups, fp4.span(tile), triton.next_power_of_2(groups))
-    assert torch.equal(out, reference_offsets(256, groups, tile))
+    assert torch.equal(out, reference.scale_offsets(256, groups, tile))
 
 
 @pytest.fixture(params=CASES)
@@ -245,7 +237,7 @@ def test_fp4_activation(case, tile):
     rows = permuted[here].long()
     unused = torch.ones(allocated, dtype=torch.bool)
     unused[rows] = False
-    scale_codes = code_scales[reference_offsets(allocated, half // 16, tile)]
+    scale_codes = code_scales[reference.scale_offsets(allocated, half // 16, tile)]
     assert (codes[unused] == 0x55).all() and (scale_codes[unused] == 0x7F).all()
     scale = scale_codes[rows].view(torch.float8_e4m3fn).double()
     groups = wanted[here].view(len(rows), -1, 16)
@@ -296,7 +288,7 @@ def test_rows_and_scales_are_gathered(case, tile):
             wanted[row], wanted_scales[row] = x[pair // top_k], scales[pair // top_k]
     sm100_gather(x, scales, permuted, rows, row_scales, tile)
     assert torch.equal(rows, wanted)
-    assert torch.equal(row_scales[reference_offsets(allocated, hidden // 16, tile)], wanted_scales)
+    assert torch.equal(row_scales[reference.scale_offsets(allocated, hidden // 16, tile)], wanted_scales)
     assert here.any()
 
 
