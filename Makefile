@@ -1,19 +1,22 @@
 # make demo      set up, then show the overlay at work on this machine
 # make test      set up, then lint and all tests that need no GPU
 # make gpu-test  the tests that need a CUDA GPU
+# make sm100     compiles the SM100 library whole, for every FlashInfer release that it knows (needs no GPU; 20 minutes on 2 cores)
 # make lint, make wheel, make figures (RESULTS.md and the README's tables), make clean
 # A second run skips the set-up. PYTHON=... picks the interpreter (3.10 to 3.13), VENV=... another place for the environment.
 
 VENV := .venv
 SGLANG := sglang==0.5.12.post1
 # the release of transformers that sglang 0.5.12 pins does not import with kernels 0.13
-ALSO := kernels<0.13
+# and the compiler of the CUDA that it brings, for the test that compiles our CUDA
+ALSO := kernels<0.13 nvidia-cuda-nvcc~=13.0.0
+NEXT_FLASHINFER := 0.6.12
 PYTHON := $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 
-.PHONY: demo test gpu-test lint wheel figures clean tools
+.PHONY: demo test gpu-test sm100 lint wheel figures clean tools
 .DELETE_ON_ERROR:
 
 demo: tools $(STAMP)
@@ -24,6 +27,12 @@ test: tools $(STAMP) lint
 
 gpu-test: $(STAMP)
 	$(RUN) -m pytest -m gpu -ra
+
+sm100: tools $(STAMP)
+	$(RUN) tests/sm100/compile_library.py all
+	$(RUN) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/flashinfer-next \
+		flashinfer-python==$(NEXT_FLASHINFER) flashinfer-cubin==$(NEXT_FLASHINFER)
+	PYTHONPATH=$(VENV)/flashinfer-next $(RUN) tests/sm100/compile_library.py all
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
@@ -42,7 +51,7 @@ $(STAMP): setup.cfg Makefile
 	$(RUN) -c "import configparser as c; s = c.ConfigParser(); s.read('setup.cfg'); \
 		print(s['options']['install_requires'], s['options.extras_require']['cli'], s['options.extras_require']['test'], sep='\n')" \
 		> $(VENV)/needs.txt
-	$(RUN) -m pip install --disable-pip-version-check "$(SGLANG)" "$(ALSO)" -r $(VENV)/needs.txt
+	$(RUN) -m pip install --disable-pip-version-check "$(SGLANG)" $(foreach need,$(ALSO),"$(need)") -r $(VENV)/needs.txt
 	@touch $@
 
 # sglang's kernels link libcuda; where there is no driver the tests compile an empty one.

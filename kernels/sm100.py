@@ -92,7 +92,9 @@ class BaseExperts:
         experts, width, hidden, half = self.local_experts, 2 * self.intermediate, self.hidden, self.intermediate
         quantum = 64 if self.is_fp4 else 128
         if hidden % quantum or half % quantum or width != weights.shape[1]:
-            raise ValueError(f"gemm1_weights: sizes H {hidden} and 2I {weights.shape[1]}, expected multiples of {quantum}")
+            raise ValueError(
+                f"gemm1_weights: sizes H {hidden} and 2I {weights.shape[1]}, expected multiples of {quantum}"
+            )
         if not 0 <= self.local_expert_offset <= self.num_experts - experts:
             there = f"{self.local_expert_offset} with {experts} experts here of {self.num_experts}"
             raise ValueError(f"local_expert_offset: {there}, expected 0 to {self.num_experts - experts}")
@@ -134,6 +136,24 @@ class BaseExperts:
         least, most = TILES[self.is_fp4]
         share = min(max(power_of_2(cdiv(pairs, self.local_experts)), least), most)
         return max(share // 2, least)
+
+    def require_kernels(self, top_k: int) -> None:
+        """Raises ValueError for the first tile that FlashInfer has no GEMM for, at these sizes."""
+        tile, most = TILES[self.is_fp4]
+        sizes = {"gate_up": (2 * self.intermediate, self.hidden), "down": (self.hidden, self.intermediate)}
+        while tile <= most:
+            tokens = max(1, tile * self.local_experts // top_k)  # for which this tile is taken
+            for name, (n, k) in sizes.items():
+                routed = name == "gate_up" and not self.is_fp4
+                problem = (n, k, self.local_experts, tokens, top_k, tile)
+                try:
+                    found = int(self.library.lora_fastpath_kernels(self.is_fp4, routed, *problem))
+                except RuntimeError:  # none of any size
+                    found = 0
+                if not found:
+                    kind = "NVFP4" if self.is_fp4 else "FP8 block"
+                    raise ValueError(f"FlashInfer has no {kind} {name} GEMM of {n} x {k} with {tile} rows a tile")
+            tile *= 2
 
     def route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Rows:
         """Sort a batch's pairs by expert.

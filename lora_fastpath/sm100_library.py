@@ -45,7 +45,9 @@ def build(spec: Any) -> Path:
     try:
         spec.build(verbose=False)  # under FlashInfer's lock of this name
     except MissingJITCacheError:
-        raise Unfit("FLASHINFER_DISABLE_JIT forbids to compile, and the library is not prebuilt; unset it once") from None
+        raise Unfit(
+            "FLASHINFER_DISABLE_JIT forbids to compile, and the library is not prebuilt; unset it once"
+        ) from None
     except (RuntimeError, OSError) as error:
         raise Unfit(f"compiling {spec.name} in {spec.build_dir} failed: {first_error(str(error))}") from error
     return spec.jit_library_path

@@ -63,9 +63,7 @@ def run(
     y_delta = x.new_empty(pairs, base.hidden)
     align = experts.prepare(x, local, None) if pairs <= MOST_PAIRS else stock.align
     sorted_pairs, block_experts, padded = align(local, block_size, base.local_experts)
-    routing = Routing(
-        local, row_slots, slot_ranks, experts.count, sorted_pairs, block_experts, padded, block_size
-    )
+    routing = Routing(local, row_slots, slot_ranks, experts.count, sorted_pairs, block_experts, padded, block_size)
     block_rows = moe.block_rows(routing)
     moe.fork(lane)
     gate_up, gate_up_scales = base.gate_up(codes, codes_scale, rows)

@@ -130,10 +130,16 @@ void gemm(TensorView x, TensorView x_scales, TensorView weights, TensorView weig
             workspace.data_ptr(), get_stream(device), device.device_id, choice.first, pdl);
 }
 
-// How many kernels FlashInfer has for such a GEMM; the one question that needs no GPU.
-int64_t kernels(bool fp4, bool routed, int64_t tile) {
+// How many of FlashInfer's kernels fit such a GEMM, 0 for none; asks no GPU.
+int64_t kernels(bool fp4, bool routed, int64_t n, int64_t k, int64_t experts, int64_t tokens, int64_t top_k,
+                int64_t tile) {
+  int most_tiles = routing::getMaxNumCtasInBatchDim(tokens, top_k, experts, tile);
   std::lock_guard<std::mutex> lock(kinds_mutex);
-  return kind(fp4, routed, tile).gemm->getPassingConfigIndices().size();
+  Gemm const& gemm = *kind(fp4, routed, tile).gemm;
+  int64_t count = 0;
+  for (int64_t config : gemm.getPassingConfigIndices())
+    count += gemm.isValidConfigIndex(config, tokens, n, k, {}, tokens, experts, most_tiles);
+  return count;
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_fastpath_sizes, sizes);

@@ -228,9 +228,7 @@ def test_fp4_activation(case, tile):
     codes = torch.full((allocated, half // 2), 0x55, dtype=torch.uint8)
     code_scales = torch.full((allocated * half // 16,), 0x7F, dtype=torch.uint8)
     global_scale = torch.tensor([40.0])
-    sm100_activate(
-        gate_up, None, delta, permuted, None, case.routing(16), out, codes, code_scales, global_scale, tile
-    )
+    sm100_activate(gate_up, None, delta, permuted, None, case.routing(16), out, codes, code_scales, global_scale, tile)
 
     assert (out[~here] == 0).all()
     torch.testing.assert_close(out[here].double(), wanted[here], rtol=2e-3, atol=2e-3)

@@ -52,7 +52,9 @@ def make_base(fp4: bool, **options) -> tuple[BaseExperts, torch.Tensor, torch.Te
         )  # fmt: skip
         both = reference.fp4_values(w1, s1).view(E, HALF, 2, HIDDEN) / 16
         return base, torch.cat([both[:, :, 1], both[:, :, 0]], 1), reference.fp4_values(w2, s2) / 16
-    blocks = [torch.rand(E, n // 128, k // 128, generator=generator) / 448 for n, k in ((2 * HALF, HIDDEN), (HIDDEN, HALF))]
+    blocks = [
+        torch.rand(E, n // 128, k // 128, generator=generator) / 448 for n, k in ((2 * HALF, HIDDEN), (HIDDEN, HALF))
+    ]
     codes = [
         (w / s.repeat_interleave(128, 1).repeat_interleave(128, 2)).clamp(-448, 448).to(torch.float8_e4m3fn)
         for w, s in zip((torch.cat([up, gate], 1), down), blocks)
@@ -77,7 +79,9 @@ def expected(case: MoeCase, x: torch.Tensor, gate_up: torch.Tensor, down: torch.
         both, slot, rank = gate_up[expert] @ x[token], *adapted.get(pair, (0, 0))
         for s in (0, 1) if rank else ():
             a = case.gate_up_a[slot, expert, s * max_rank :][:rank].double() @ case.x[token].double()
-            both[s * HALF : (s + 1) * HALF] += case.gate_up_b[slot, expert, s * HALF : (s + 1) * HALF, :rank].double() @ a
+            both[s * HALF : (s + 1) * HALF] += (
+                case.gate_up_b[slot, expert, s * HALF : (s + 1) * HALF, :rank].double() @ a
+            )
         hidden = torch.nn.functional.silu(both[:HALF]) * both[HALF:]
         y = down[expert] @ hidden
         if rank:
@@ -164,16 +168,19 @@ def test_no_tokens():
     case = case_of(4)
     empty = dataclasses.replace(case, x=case.x[:0], topk_ids=case.topk_ids[:0], weights=case.weights[:0])
     scale = torch.empty(HIDDEN // 128, 0)
-    out = sm100.run(
-        base, None, empty.x, empty.x, scale, empty.topk_ids, empty.weights, case.row_slots, case.slot_ranks
-    )
+    out = sm100.run(base, None, empty.x, empty.x, scale, empty.topk_ids, empty.weights, case.row_slots, case.slot_ranks)
     assert out.shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize(
     ("fp4", "name", "change", "found"),
     [
-        (False, "gemm1_weights", lambda t: t.to(torch.bfloat16), "torch.bfloat16 [4, 256, 256], expected float8_e4m3fn"),
+        (
+            False,
+            "gemm1_weights",
+            lambda t: t.to(torch.bfloat16),
+            "torch.bfloat16 [4, 256, 256], expected float8_e4m3fn",
+        ),
         (False, "gemm1_weights", lambda t: t[:, :200].contiguous(), "2I 200, expected multiples of 128"),
         (False, "gemm1_weights_scale", lambda t: t.double(), "torch.float64 [4, 2, 2]"),
         (False, "gemm2_weights", lambda t: t[:, ::2], "[4, 128, 128] on cpu, not contiguous"),
@@ -203,7 +210,21 @@ def test_a_batchs_misfit_is_named():
         with pytest.raises(ValueError, match=f"^{name}: "):
             base.route(*changed)
     rows = base.route(ids, weights)
-    with pytest.raises(ValueError, match=r"^x: torch.float16 \[3, 256\] on cpu, expected torch.float8_e4m3fn \[3, 256\]"):
+    with pytest.raises(
+        ValueError, match=r"^x: torch.float16 \[3, 256\] on cpu, expected torch.float8_e4m3fn \[3, 256\]"
+    ):
         base.gate_up(torch.zeros(3, HIDDEN, dtype=torch.float16), torch.zeros(2, 3), rows)
     with pytest.raises(ValueError, match=r"^x_scale: .* expected torch.float32 \[2, 3\]"):
         base.gate_up(torch.zeros(3, HIDDEN, dtype=torch.float8_e4m3fn), torch.zeros(3, 2), rows)
+
+
+@pytest.mark.parametrize(
+    ("fp4", "found"),
+    [(False, "no FP8 block gate_up GEMM of 256 x 256 with 64"), (True, "no NVFP4 gate_up GEMM of 256 x 256 with 64")],
+)
+def test_a_gemm_that_flashinfer_lacks_is_named(fp4, found):
+    base, *_ = make_base(fp4)
+    base.require_kernels(2)
+    base.library.without = 64
+    with pytest.raises(ValueError, match=f"{found} rows a tile"):
+        base.require_kernels(2)
