@@ -180,6 +180,11 @@ class BaseExperts:
         )  # fmt: skip
         return rows
 
+    def rows_of(self, permuted: torch.Tensor, in_use: torch.Tensor, count: int) -> Rows:
+        """Rows known already, in tiles of the fewest; for what needs neither routing nor GEMMs."""
+        nothing = in_use.new_empty(0)
+        return Rows(permuted, nothing, in_use, nothing, nothing, nothing, count, TILES[self.is_fp4][0])
+
     def gate_up(self, x: torch.Tensor, x_scale: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gate_up GEMM. Returns gate_up [rows, 2I], and with FP8 blocks its scales; see sm100_activate.py.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -222,6 +223,8 @@ def unknown_release(site: Site) -> str:
 
     package = site.module.partition(".")[0]
     release = package_version(package)
+    if not release:
+        return f"{package} is not installed, the site knows {site.releases}"
     try:
         version = Version(release)
     except InvalidVersion:
@@ -231,16 +234,21 @@ def unknown_release(site: Site) -> str:
     return f"{package} is {release}, the site knows {site.releases}"
 
 
+DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
+"""Packages that are installed under another name. They take seconds to import, and are not imported for their version."""
+
+
 def package_version(package: str) -> str:
     """The version that the package itself names (metadata may be older than the source), else its metadata's, else ""."""
     import importlib.metadata
 
+    if package in sys.modules or package not in DISTRIBUTIONS:
+        try:
+            return str(importlib.import_module(f"{package}.version").__version__)
+        except (ImportError, AttributeError):
+            pass
     try:
-        return str(importlib.import_module(f"{package}.version").__version__)
-    except (ImportError, AttributeError):
-        pass
-    try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
     except importlib.metadata.PackageNotFoundError:
         return ""
 

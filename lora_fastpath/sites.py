@@ -55,6 +55,31 @@ SITES = (
         ),
     ),
     Site(
+        name="sm100-library",
+        module="flashinfer.jit.fused_moe",
+        targets={"gen_trtllm_gen_fused_moe_sm100_module": ()},
+        releases=">=0.6.11,<0.6.13",
+        patch="lora_fastpath.patches.sm100_library",
+    ),
+    Site(
+        name="sm100",
+        module=LAYERS,
+        targets={"get_lora_layer": ("layer", "lora_backend")},
+        releases=RELEASES,
+        patch="lora_fastpath.patches.sm100",
+        requires=("adapters", "moe", "sm100-library"),
+        differs="on flashinfer_trtllm_routed stock refuses adapters on experts: here they are served",
+    ),
+    Site(
+        name="sm100-backend",
+        module="sglang.srt.server_args",
+        targets={"prepare_server_args": ("argv",), "ServerArgs.__post_init__": ("self",)},
+        releases=RELEASES,
+        patch="lora_fastpath.patches.sm100_backend",
+        requires=("adapters", "moe", "sm100-library", "sm100"),
+        differs="stock has no --moe-runner-backend experimental_sgl_trtllm",
+    ),
+    Site(
         name="mla",
         module="sglang.srt.lora.deepseek_mla_correction",
         targets={

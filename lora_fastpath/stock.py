@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lora_fastpath.kernels.tiles import NO_ADAPTER
+from lora_fastpath.registry import Unfit
 
 BACKENDS = ("csgmv", "triton")
 """lora_backend values whose layers the dense sites serve; others (torch_native, ascend) keep their own kernels."""
@@ -172,25 +173,17 @@ def expert_pool_buffers(pool: Any) -> list[torch.Tensor]:
 
 def unserved_experts(layer: torch.nn.Module) -> str:
     """Why this expert layer is not one that the overlay serves, or ""."""
-    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
     from sglang.srt.server_args import get_global_server_args
 
     runner = layer._lora_runner
     if not runner.runner_backend.is_triton():
         return f"its experts run on {runner.runner_backend.value}, the overlay serves triton"
-    if not get_moe_a2a_backend().is_none():
-        return f"--moe-a2a-backend is {get_moe_a2a_backend().value}, the overlay serves none"
-    args = get_global_server_args()
-    if args.enable_fused_moe_sum_all_reduce:
+    if reason := unserved_placement():
+        return reason
+    if get_global_server_args().enable_fused_moe_sum_all_reduce:
         return "--enable-fused-moe-sum-all-reduce is set: it has no place for the down delta"
-    if args.enable_eplb or args.ep_num_redundant_experts or args.init_expert_location not in (None, "trivial"):
-        return "experts are moved or copied between ranks (EPLB), and the adapters' experts are not"
-    config = runner.config
-    if config.activation != "silu" or not config.is_gated:
-        return f"its activation is {'' if config.is_gated else 'ungated '}{config.activation}, the overlay serves gated silu"
-    for name in ("no_combine", "apply_router_weight_on_input", "gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"):
-        if getattr(config, name):
-            return f"it has {name}={getattr(config, name)}, which the overlay does not serve"
+    if reason := unserved_activation(runner.config):
+        return reason
     quant = layer._quant_info
     if quant.use_int8_w8a8 or quant.use_int8_w8a16 or quant.use_int4_w4a16 or quant.per_channel_quant:
         return "its experts are quantized to integers or by channel, the overlay serves FP8 blocks and no quantization"
@@ -405,3 +398,110 @@ def align(
     from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
 
     return moe_align_block_size(topk_ids, block_size, experts)
+
+
+def runs_on_trtllm(layer: torch.nn.Module | None) -> bool:
+    """Whether a base layer's experts run on FlashInfer's TRT-LLM-gen kernels, routed by sglang."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+
+    return isinstance(layer, FusedMoE) and get_moe_runner_backend().is_flashinfer_trtllm_routed()
+
+
+def trtllm_lora_layer(layer: torch.nn.Module, lora_backend: Any) -> torch.nn.Module:
+    """sglang's LoRA layer around such experts. sglang refuses it as the last thing of its set-up, when the layer is whole."""
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+
+    made = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
+    with contextlib.suppress(NotImplementedError):
+        made.__init__(layer, lora_backend)
+    made.moe_runner_config, made._quant_info = layer.moe_runner_config, None
+    return made
+
+
+def trtllm_weights(layer: torch.nn.Module) -> dict[str, Any]:
+    """A base layer's experts in the terms of kernels/sm100.py; raises Unfit if they are quantized in another way."""
+    from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
+
+    method = layer.quant_method
+    ours = {
+        "gemm1_weights": layer.w13_weight.data,
+        "gemm2_weights": layer.w2_weight.data,
+        "num_experts": layer.num_experts,
+        "local_expert_offset": layer.moe_ep_rank * layer.num_local_experts,
+    }
+    if isinstance(method, Fp8MoEMethod) and method.block_quant and not method.use_mxfp8:
+        scales = layer.w13_weight_scale_inv.data, layer.w2_weight_scale_inv.data
+        return ours | dict(zip(("gemm1_weights_scale", "gemm2_weights_scale"), scales))
+    if isinstance(method, ModelOptNvFp4FusedMoEMethod) and hasattr(layer, "g1_scale_c"):
+        return ours | {
+            "gemm1_weights_scale": layer.w13_weight_scale.data.view(torch.float8_e4m3fn),
+            "gemm2_weights_scale": layer.w2_weight_scale.data.view(torch.float8_e4m3fn),
+            "gemm1_alphas": layer.g1_alphas.data,
+            "gemm2_alphas": layer.g2_alphas.data,
+            "activation_scale": layer.w2_input_scale_quant.data.reshape(1),
+        }
+    raise Unfit(f"its experts are {type(method).__name__}'s, the overlay serves FP8 blocks of 128 and ModelOpt's NVFP4 there")
+
+
+def trtllm_quantize(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as sglang hands it to a base layer's experts on that backend: codes and scales; see BaseExperts.gate_up."""
+    from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm
+
+    if layer.w13_weight.dtype == torch.uint8:
+        return flashinfer_trtllm.quantize_hidden_states_fp4(x, layer.w13_input_scale_quant)
+    codes, scales = flashinfer_trtllm.per_token_group_quant_fp8(x, 128)
+    return codes, scales.t().contiguous()
+
+
+def run_base_experts(layer: torch.nn.Module, dispatched: Any) -> torch.Tensor:
+    """The base experts alone, as sglang runs them without adapters."""
+    return layer.quant_method.apply(layer=layer, dispatch_output=dispatched).hidden_states
+
+
+def unserved_activation(config: Any) -> str:
+    """Why experts with this MoeRunnerConfig are not what our activation computes, or ""."""
+    if config.activation != "silu" or not config.is_gated:
+        return f"its activation is {'' if config.is_gated else 'ungated '}{config.activation}, the overlay serves gated silu"
+    for name in ("no_combine", "apply_router_weight_on_input", "gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"):
+        if getattr(config, name):
+            return f"it has {name}={getattr(config, name)}, which the overlay does not serve"
+    return ""
+
+
+def unserved_placement() -> str:
+    """Why this server's experts and their adapters may not be on the same rank, or ""."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+    from sglang.srt.server_args import get_global_server_args
+
+    if not get_moe_a2a_backend().is_none():
+        return f"--moe-a2a-backend is {get_moe_a2a_backend().value}, the overlay serves none"
+    args = get_global_server_args()
+    if args.enable_eplb or args.ep_num_redundant_experts or args.init_expert_location not in (None, "trivial"):
+        return "experts are moved or copied between ranks (EPLB), and the adapters' experts are not"
+    return ""
+
+
+@contextlib.contextmanager
+def also_allowed(backend: str) -> Iterator[None]:
+    """--moe-runner-backend and its like take this name too, while a command line is parsed."""
+    from sglang.srt import server_args
+
+    choices = server_args.MOE_RUNNER_BACKEND_CHOICES
+    added = backend not in choices
+    if added:
+        choices.append(backend)
+    try:
+        yield
+    finally:
+        if added:
+            choices.remove(backend)
+
+
+def not_blackwell() -> str:
+    """What stands where a GPU of compute capability 10.x is needed, or "" if there is one."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if major == 10 else f"{torch.cuda.get_device_name()} of {major}.{minor}"

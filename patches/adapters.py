@@ -18,7 +18,7 @@ import torch
 
 from lora_fastpath import gate, report, selfcheck, settings, stock
 from lora_fastpath.kernels import tiles as tiling
-from lora_fastpath.patches import dense, mla, moe
+from lora_fastpath.patches import dense, mla, moe, sm100
 from lora_fastpath.registry import Unfit, registry
 from lora_fastpath.streams import Lanes
 
@@ -203,6 +203,9 @@ def attach(layers: list[tuple[str, torch.nn.Module]], adapter_map: AdapterMap) -
     """
     checked: dict[tuple, str] = {}
     for name, layer in layers:
+        if stock.runs_on_trtllm(getattr(layer, "base_layer", None)):
+            sm100.attach(name, layer, adapter_map, checked)
+            continue
         module = SERVED_BY.get(type(layer).__name__)
         site = module.SITE_OF_LAYER[type(layer).__name__] if module else None
         if site is None or not registry.is_bound(site):
@@ -264,6 +267,7 @@ def init_state(wrapped: Any, manager: Any, args: tuple, kwargs: dict) -> None:
     reason = reason or stock.unserved_mode()
     if reason:
         registry.decline("adapters", reason)
+        sm100.refuse(stock.lora_layers(manager), reason)
     else:
         manager.lora_fastpath = AdapterMap(manager)
         attach(stock.lora_layers(manager), manager.lora_fastpath)

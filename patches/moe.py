@@ -209,10 +209,21 @@ def side(lane: Lane | None) -> contextlib.AbstractContextManager:
 
 def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
     """The layer's adapters as the kernels see them; raises Unfit where they can't be served."""
-    if not layer.set_lora:
-        raise Unfit("sglang gave the layer no adapter buffers")
     if reason := stock.unserved_experts(layer):
         raise Unfit(reason)
+    experts = adapters_of(site, layer, adapter_map)
+    width, hidden = experts.gate_up_b.shape[2], experts.gate_up_a.shape[3]
+    if (found := stock.expert_widths(layer)) != (width, hidden):
+        raise Unfit(f"the experts' weights are {found} wide, the adapters {(width, hidden)}")
+    a = experts.down_a
+    quantizes = experts.pdl and stock.has_fp8_blocks(layer) and _quantizes_as_sglang(a.device, a.dtype, experts.fast_math)
+    return dataclasses.replace(experts, base_runner=stock.runner_without_lora(layer), quantizes=quantizes)
+
+
+def adapters_of(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
+    """The layer's adapters alone, whatever runs its base experts; raises Unfit where the kernels can't take them."""
+    if not layer.set_lora:
+        raise Unfit("sglang gave the layer no adapter buffers")
     gate_up_a, gate_up_b, down_a, down_b = buffers = stock.expert_buffers(layer)
     rank = down_a.shape[2]
     dense.require(down_a.dtype, rank)
@@ -228,12 +239,9 @@ def serve(site: str, layer: torch.nn.Module, adapter_map: Any) -> Experts:
             or buffer.stride()[2:] != (columns, 1)
         ):
             raise Unfit(f"adapter buffers {[tuple(b.shape) for b in buffers]} do not fit each other")
-    if (found := stock.expert_widths(layer)) != (width, hidden):
-        raise Unfit(f"the experts' weights are {found} wide, the adapters {(width, hidden)}")
     capability = dense.capability(down_a.device)
     fast_math, pdl = (0, 0) < capability < (10, 0), capability >= (9, 0)
-    quantizes = pdl and stock.has_fp8_blocks(layer) and _quantizes_as_sglang(down_a.device, down_a.dtype, fast_math)
-    return Experts(site, adapter_map, *buffers, stock.runner_without_lora(layer), fast_math, pdl, quantizes)
+    return Experts(site, adapter_map, *buffers, None, fast_math, pdl)
 
 
 @functools.cache

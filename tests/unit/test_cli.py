@@ -30,7 +30,7 @@ def write_package(root: Path, module: str, source: str) -> None:
 
 @pytest.fixture
 def sglang(tmp_path) -> Path:
-    """A folder with a package `sglang`, release 0.5.12.post1, that has all targets and prints when imported."""
+    """A folder with packages `sglang` and `flashinfer` that have all targets and print when imported."""
     methods: dict[str, dict[str, list[str]]] = {}
     for site in SITES:
         for target, parameters in site.targets.items():
@@ -44,9 +44,10 @@ def sglang(tmp_path) -> Path:
         functions = textwrap.dedent(bodies.pop("", ""))  # of the module itself
         body = "\n".join([functions, *(f"class {owner}:\n{lines}" for owner, lines in bodies.items())])
         write_package(root, module, f"print('noise of {module}')\n{body}\n")
-    metadata = root / "sglang-0.5.12.post1.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.12.post1\n")
+    for package, version in (("sglang", "0.5.12.post1"), ("flashinfer_python", "0.6.11.post1")):
+        metadata = root / f"{package}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     return root
 
 

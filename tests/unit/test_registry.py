@@ -208,7 +208,7 @@ class TestReleases:
         registry = registered(one)
         registry.bind(one, target)
         assert registry.is_bound("one") is fits
-        assert fits or (release or "''") in registry.entries["one"].reason
+        assert fits or (release or "is not installed") in registry.entries["one"].reason
 
     def test_patch_is_not_imported_for_an_unknown_release(self, target, monkeypatch, tmp_path):
         (tmp_path / "patch_of_old.py").write_text("WRAPPERS = {}")

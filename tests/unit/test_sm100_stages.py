@@ -67,30 +67,32 @@ def make_base(fp4: bool, **options) -> tuple[BaseExperts, torch.Tensor, torch.Te
     return base, both.roll(HALF, 1), reference.fp8_values(codes[1], blocks[1])
 
 
-def expected(case: MoeCase, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *, lora: bool) -> torch.Tensor:
-    """float64 [T, H]; x what the base experts see."""
+def expected(
+    case: MoeCase, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *, lora: bool, first: int = 0
+) -> torch.Tensor:
+    """float64 [T, H]; x what the base experts see, which are those from `first` on."""
     weights, out = case.weights.to(torch.bfloat16).double(), torch.zeros(len(x), HIDDEN, dtype=torch.float64)
     adapted = {pair: (slot, rank) for pair, slot, _, rank in case.with_delta()} if lora else {}
     max_rank = case.down_a.shape[2]
     for pair, expert in enumerate(case.topk_ids.flatten().tolist()):
         token = pair // case.topk_ids.shape[1]
-        if expert < 0:
+        if not first <= expert < first + E:
             continue
-        both, slot, rank = gate_up[expert] @ x[token], *adapted.get(pair, (0, 0))
+        both, slot, rank = gate_up[expert - first] @ x[token], *adapted.get(pair, (0, 0))
         for s in (0, 1) if rank else ():
             a = case.gate_up_a[slot, expert, s * max_rank :][:rank].double() @ case.x[token].double()
             both[s * HALF : (s + 1) * HALF] += (
                 case.gate_up_b[slot, expert, s * HALF : (s + 1) * HALF, :rank].double() @ a
             )
         hidden = torch.nn.functional.silu(both[:HALF]) * both[HALF:]
-        y = down[expert] @ hidden
+        y = down[expert - first] @ hidden
         if rank:
             y += case.down_b[slot, expert, :, :rank].double() @ (case.down_a[slot, expert, :rank].double() @ hidden)
         out[token] += weights.flatten()[pair] * y
     return out
 
 
-def serve(base: BaseExperts, case: MoeCase, topk_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def serve(base: BaseExperts, case: MoeCase) -> tuple[torch.Tensor, torch.Tensor]:
     """The stages' output, and the x that the base experts saw."""
     buffers = (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b)
     experts = moe.Experts("sm100", None, *buffers, None, fast_math=False, pdl=False)
@@ -101,8 +103,7 @@ def serve(base: BaseExperts, case: MoeCase, topk_ids: torch.Tensor | None = None
         codes, scale = quantize_fp8(case.x.float())
         seen = codes.double() * scale.double().repeat_interleave(128, 1)
         scale = scale.T.contiguous()
-    ids = case.topk_ids if topk_ids is None else topk_ids
-    out = sm100.run(base, experts, case.x, codes, scale, ids, case.weights, case.row_slots, case.slot_ranks)
+    out = sm100.run(base, experts, case.x, codes, scale, case.topk_ids, case.weights, case.row_slots, case.slot_ranks)
     return out, seen
 
 
@@ -145,11 +146,10 @@ def test_the_stages_are_a_mixture_of_experts_with_lora(tokens, tile, fp4, monkey
 @pytest.mark.parametrize("fp4", [False, True], ids=["fp8", "fp4"])
 def test_experts_of_other_ranks(fp4):
     base, gate_up, down = make_base(fp4, num_experts=3 * E, local_expert_offset=E)
-    case = case_of(24, away_every=3)
-    elsewhere = torch.arange(case.topk_ids.numel(), dtype=torch.int32).view(case.topk_ids.shape) % 2 * 2 * E
-    ids = torch.where(case.topk_ids < 0, elsewhere, case.topk_ids + E)
-    got, seen = serve(base, case, ids)
-    wanted, plain = (expected(case, seen, gate_up, down, lora=lora) for lora in (True, False))
+    case = case_of(24, experts=3 * E)
+    assert len({int(expert) // E for expert in case.topk_ids.flatten()}) == 3
+    got, seen = serve(base, case)
+    wanted, plain = (expected(case, seen, gate_up, down, lora=lora, first=E) for lora in (True, False))
     assert error(got, wanted) < ROUNDING[fp4] < 0.4 < error(got, plain)
 
 
@@ -228,3 +228,19 @@ def test_a_gemm_that_flashinfer_lacks_is_named(fp4, found):
     base.library.without = 64
     with pytest.raises(ValueError, match=f"{found} rows a tile"):
         base.require_kernels(2)
+
+
+@interpreted
+@pytest.mark.parametrize("fp4", [False, True], ids=["fp8", "fp4"])
+def test_the_activations_self_check(fp4):
+    base, *_ = make_base(fp4)
+    case = case_of(4)
+    adapters = moe.Experts("sm100", None, case.gate_up_a, case.gate_up_b, case.down_a, case.down_b, None, False, False)
+    assert sm100.check_activation(base, adapters) == ""
+
+    class Wrong(BaseExperts):
+        def activate(self, gate_up, scales, delta, *others):
+            return super().activate(gate_up, scales, None, *others)
+
+    wrong = Wrong(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+    assert "activation: largest relative error" in sm100.check_activation(wrong, adapters)
