@@ -107,10 +107,12 @@ def site_table() -> str:
         from lora_fastpath.sites import SITES
     finally:
         sys.path.remove(str(HERE.parent))
-    lines = ["| site | wraps | sglang | results differ from stock beyond rounding |", "|---|---|---|---|"]
+    lines = ["| site | wraps | releases | results differ from stock beyond rounding |", "|---|---|---|---|"]
     for site in SITES:
         wraps = ", ".join(f"`{target}`" for target in site.targets)
-        lines.append(f"| `{site.name}` | {wraps} | {site.releases} | {site.differs or 'no'} |")
+        package = site.module.partition(".")[0]
+        releases = f"{package} {site.releases}"
+        lines.append(f"| `{site.name}` | {wraps} | {releases} | {site.differs or 'no'} |")
     return "\n".join(lines)
 
 
