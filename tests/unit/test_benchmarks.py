@@ -20,6 +20,7 @@ import engine_ab  # noqa: E402
 import engine_pool  # noqa: E402
 import model_folder  # noqa: E402
 import real_weights  # noqa: E402
+import sm100_model  # noqa: E402
 from kernel_table import kernel_table  # noqa: E402
 
 sys.path.remove(str(ROOT / "benchmarks"))
@@ -412,3 +413,22 @@ def test_fp8_blocks_stand_for_the_weight():
     assert codes.shape == weight.shape and scales.shape == (2, 3)
     back = codes.float() * scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
     assert ((back - weight.float()).norm() / weight.float().norm()).item() < 0.04
+
+
+class TestBlackwellModel:
+    def test_the_committed_page_is_what_it_prints(self):
+        assert sm100_model.PAGE.read_text() == sm100_model.page(), "run benchmarks/sm100_model.py --write"
+
+    def test_bytes_of_one_token(self):
+        found = {stage.name: stage.bytes for stage in sm100_model.stages("Kimi-K2.5, NVFP4", 1, 1)}
+        weights = 8 * 2 * 2048 * 7168 * (0.5 + 1 / 16)  # 8 experts, gate and up, codes and a scale for 16
+        assert weights < found["gate_up GEMM"] < 1.01 * weights
+        adapter = 8 * 2 * 16 * (2 * 7168 + 2 * 2048)  # BF16: A of gate and of up, B of both
+        assert adapter < found["gate_up delta"] < 1.1 * adapter
+
+    def test_what_adapters_add(self):
+        for layer in sm100_model.LAYERS:
+            for tokens, adapters in sm100_model.BATCHES:
+                base, ours = sm100_model.stages(layer, tokens, 0), sm100_model.stages(layer, tokens, adapters)
+                assert sm100_model.seconds(base) < sm100_model.seconds(ours) < 2 * sm100_model.seconds(base)
+                assert not any(stage.side for stage in base) and sum(stage.side for stage in ours) == 2
