@@ -15,7 +15,7 @@ from lora_fastpath import report
 
 
 class LoraFastpathError(RuntimeError):
-    """In strict mode: a selected site is out of service."""
+    """A selected site is out of service: in strict mode, or where stock has nothing to take its place."""
 
 
 class Unfit(Exception):

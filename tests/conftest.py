@@ -1,7 +1,8 @@
-"""Makes lora_fastpath importable for all tests without leaving the checkout's folders (kernels, tests) on sys.path."""
+"""Makes lora_fastpath, and what tests share, importable without leaving the checkout's folders on sys.path."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -12,3 +13,9 @@ if "lora_fastpath" not in sys.modules:
     import lora_fastpath  # noqa: F401
 
     sys.path.remove(str(ROOT))
+
+if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
+    sys.path.insert(0, str(ROOT / "tests" / "sm100"))
+    import sm100_layers  # noqa: F401
+
+    sys.path.remove(str(ROOT / "tests" / "sm100"))

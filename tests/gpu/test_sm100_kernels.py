@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import sm100_layers as layers
 import torch
 
 from lora_fastpath.kernels.moe_routing import Routing
@@ -106,20 +107,6 @@ def test_fp8_activation(tokens, top_k, tile, width):
     assert (codes[unused] == 0x55).all() and code_scales[blocks * batch.used :].isnan().all()
 
 
-def unpack(codes: torch.Tensor) -> torch.Tensor:
-    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-
-
-def scales_of(stored: torch.Tensor, groups: int, tile: int, rows: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, groups] out of FlashInfer's order, by permuting axes; see tests/unit/sm100_reference.py."""
-    every = torch.arange(stored.numel(), device="cuda")
-    if tile >= 128:
-        places = every.view(-1, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(-1, groups)
-    else:
-        places = every.view(-1, groups // 4, 8, 4).permute(0, 2, 1, 3).reshape(-1, groups)
-    return stored[places[rows]]
-
-
 @pytest.mark.parametrize("width", [256, 768, 2048])
 @pytest.mark.parametrize(("tokens", "top_k", "tile"), BATCHES)
 def test_fp4_activation(tokens, top_k, tile, width):
@@ -143,12 +130,12 @@ def test_fp4_activation(tokens, top_k, tile, width):
     assert (out[~batch.here] == 0).all()
     close(out[batch.here], wanted[batch.here])
     groups = wanted[batch.here].view(-1, width // 16, 16)
-    scale_codes = scales_of(code_scales, width // 16, tile, batch.rows)
+    scale_codes = code_scales[layers.scale_offsets(allocated, width // 16, tile, "cuda")][batch.rows]
     exact = (40.0 * groups.abs().amax(2) / 6).clamp(max=448).float().to(torch.float8_e4m3fn)
     assert (scale_codes == exact.view(torch.uint8)).float().mean() > 0.999
     scale = scale_codes.view(torch.float8_e4m3fn).double()
-    code = unpack(codes[batch.rows]).long()
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64, device="cuda")
+    code = torch.stack([codes[batch.rows] & 15, codes[batch.rows] >> 4], -1).flatten(-2).long()
+    values = layers.E2M1.double().cuda()
     given = (groups * (40.0 / scale)[..., None]).nan_to_num(0.0).view(len(code), width)
     nearest = (given.abs()[..., None] - values).abs().amin(-1)
     assert ((given.abs() - values[code & 7]).abs() <= nearest + 1e-3 * given.abs()).all()
@@ -172,7 +159,7 @@ def test_gather(tokens, top_k, tile):
     wanted, wanted_scales = torch.full_like(rows, 0x55), torch.full((allocated, hidden // 16), 0x7F, dtype=torch.uint8, device="cuda")
     wanted[batch.rows], wanted_scales[batch.rows] = x[token], scales[token]
     assert torch.equal(rows, wanted)
-    assert torch.equal(scales_of(row_scales, hidden // 16, tile, torch.arange(allocated, device="cuda")), wanted_scales)
+    assert torch.equal(row_scales[layers.scale_offsets(allocated, hidden // 16, tile, "cuda")], wanted_scales)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "tile"), BATCHES)

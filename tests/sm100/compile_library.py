@@ -2,6 +2,9 @@
 
 python tests/sm100/compile_library.py      our unit alone, seconds
 python tests/sm100/compile_library.py all  every unit, linked, loaded and asked for its GEMMs: 10 minutes on 2 cores
+python tests/sm100/compile_library.py hopper LIBRARY  for compute capability 9.0, with reference_gemm.cu for FlashInfer's GEMMs
+
+tests/gpu/test_sm100_launcher.py runs the last one's.
 """
 
 from __future__ import annotations
@@ -75,6 +78,22 @@ def missing(functions: object, fp4: bool, hidden: int, intermediate: int, expert
     return ""
 
 
+def hopper(library: str) -> None:
+    sys.path.insert(0, str(ROOT))
+    from flashinfer.jit import fused_moe
+
+    from lora_fastpath import sm100_library
+
+    ours = sm100_library.describe(fused_moe.gen_trtllm_gen_fused_moe_sm100_module())
+    replaced = ("trtllm_batched_gemm_runner.cu", "trtllm_fused_moe_runner.cu")  # the latter only drives the former
+    sources = [source for source in ours.sources if source.name not in replaced]
+    sources.append(Path(__file__).with_name("reference_gemm.cu"))
+    flags = [flag.replace("100a", "90a") for flag in ours.extra_cuda_cflags]
+    spec = dataclasses.replace(ours, name=f"{ours.name}_hopper", sources=sources, extra_cuda_cflags=flags)
+    shutil.copy(sm100_library.build(spec), library)
+    print(json.dumps({"library": library}))
+
+
 def ask(library: Path) -> dict[str, str] | str:
     """What FlashInfer lacks for each layer. FlashInfer 0.6.12 ends the process that asks without a GPU."""
     done = subprocess.run([sys.executable, "-W", "ignore", __file__, "ask", str(library)], capture_output=True, text=True)
@@ -140,7 +159,10 @@ def main(every_unit: bool) -> None:
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments[:1] == ["here"]:
-        main("all" in arguments)
+        if arguments[1:2] == ["hopper"]:
+            hopper(arguments[2])
+        else:
+            main("all" in arguments)
     elif arguments[:1] == ["ask"]:
         answer(arguments[1])
     else:  # FlashInfer reads its settings when it is imported

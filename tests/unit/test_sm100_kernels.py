@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-import sm100_reference as reference
+import sm100_layers as layers
 import torch
 import triton
 import triton.language as tl
@@ -71,7 +71,7 @@ def activated(gate_up: torch.Tensor) -> torch.Tensor:
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Codes by distance alone, ties to the even one."""
-    distance = (x.abs().double()[..., None] - reference.E2M1.double()).abs()
+    distance = (x.abs().double()[..., None] - layers.E2M1.double()).abs()
     tied = distance == distance.min(-1, keepdim=True).values
     even = tied & (torch.arange(8) % 2 == 0)
     code = torch.where(tied.sum(-1) > 1, even.int().argmax(-1), tied.int().argmax(-1))
@@ -125,7 +125,7 @@ def test_e4m3_codes_are_the_nearest():
 
 
 def test_e2m1_codes_are_the_nearest():
-    x = torch.cat([around(reference.E2M1), torch.rand(20000, generator=torch.Generator().manual_seed(0)) * 8])
+    x = torch.cat([around(layers.E2M1), torch.rand(20000, generator=torch.Generator().manual_seed(0)) * 8])
     x = torch.cat([x, -x, torch.tensor([7.0, 1e9, -1e9, 1e-30, -1e-30])])
     assert torch.equal(codes(x, False)[0].long(), nearest_e2m1(x))
 
@@ -141,7 +141,7 @@ def _offsets(out_ptr, GROUPS: tl.constexpr, SPAN: tl.constexpr, PADDED: tl.const
 def test_scales_lie_where_the_gemm_reads_them(tile, groups):
     out = torch.full((256, groups), -7)
     _offsets[(256,)](out, groups, fp4.span(tile), triton.next_power_of_2(groups))
-    assert torch.equal(out, reference.scale_offsets(256, groups, tile))
+    assert torch.equal(out, layers.scale_offsets(256, groups, tile))
 
 
 @pytest.fixture(params=CASES)
@@ -235,7 +235,7 @@ def test_fp4_activation(case, tile):
     rows = permuted[here].long()
     unused = torch.ones(allocated, dtype=torch.bool)
     unused[rows] = False
-    scale_codes = code_scales[reference.scale_offsets(allocated, half // 16, tile)]
+    scale_codes = code_scales[layers.scale_offsets(allocated, half // 16, tile)]
     assert (codes[unused] == 0x55).all() and (scale_codes[unused] == 0x7F).all()
     scale = scale_codes[rows].view(torch.float8_e4m3fn).double()
     groups = wanted[here].view(len(rows), -1, 16)
@@ -286,7 +286,7 @@ def test_rows_and_scales_are_gathered(case, tile):
             wanted[row], wanted_scales[row] = x[pair // top_k], scales[pair // top_k]
     sm100_gather(x, scales, permuted, rows, row_scales, tile)
     assert torch.equal(rows, wanted)
-    assert torch.equal(row_scales[reference.scale_offsets(allocated, hidden // 16, tile)], wanted_scales)
+    assert torch.equal(row_scales[layers.scale_offsets(allocated, hidden // 16, tile)], wanted_scales)
     assert here.any()
 
 

@@ -233,9 +233,9 @@ def weights(experts: int = 4) -> dict:
 
 
 def test_a_layer_that_fits(backend, monkeypatch):
-    import sm100_reference
+    import sm100_layers
 
-    monkeypatch.setattr(sm100_library, "library", sm100_reference.Library)
+    monkeypatch.setattr(sm100_library, "library", sm100_layers.Library)
     monkeypatch.setattr(stock, "trtllm_weights", lambda layer: weights(2))
     monkeypatch.setattr(moe, "adapters_of", lambda *_: adapters())
     served = sm100.serve(stock.trtllm_lora_layer(Base(), None), None)

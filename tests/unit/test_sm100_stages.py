@@ -6,8 +6,9 @@ import dataclasses
 import os
 
 import pytest
-import sm100_reference as reference
+import sm100_layers as layers
 import torch
+from sm100_layers import ROUNDING, error, expected
 
 from lora_fastpath import stock
 from lora_fastpath.kernels.sm100 import BaseExperts
@@ -19,96 +20,18 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 E, HIDDEN, HALF = 4, 256, 128
 
 
-def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K] as codes and scales of 128 columns each."""
-    groups = x.view(*x.shape[:-1], -1, 128)
-    scale = groups.abs().amax(-1) / 448
-    return (groups / scale[..., None]).view(x.shape).to(torch.float8_e4m3fn), scale
-
-
-def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = x.view(*x.shape[:-1], -1, 16)
-    scale = (groups.abs().amax(-1) / 6).to(torch.float8_e4m3fn)
-    nearest = (groups / scale.float()[..., None]).abs()[..., None] - reference.E2M1
-    code = nearest.abs().argmin(-1) + 8 * (groups < 0)
-    code = code.view(*x.shape[:-1], -1, 2).to(torch.uint8)
-    return code[..., 0] | code[..., 1] << 4, scale
-
-
 def make_base(fp4: bool, **options) -> tuple[BaseExperts, torch.Tensor, torch.Tensor]:
-    """The experts, and their weights: gate_up with gate first [E, 2I, H], and down [E, H, I]; float64."""
-    generator = torch.Generator().manual_seed(1)
-    up, gate, down = (
-        torch.randn(E, n, k, generator=generator) * k**-0.5 for n, k in ((HALF, HIDDEN), (HALF, HIDDEN), (HIDDEN, HALF))
-    )
-    shared = dict(library=reference.Library(), dtype=torch.float16, num_experts=E, fast_math=False, pdl=False)
-    if fp4:
-        w1, s1 = quantize_fp4(torch.stack([up, gate], 2).flatten(1, 2) * 16)
-        w2, s2 = quantize_fp4(down * 16)
-        alphas = torch.full((E,), 1 / 16), torch.full((E,), 1 / 16 / 50)
-        base = BaseExperts(
-            gemm1_weights=w1, gemm1_weights_scale=s1, gemm2_weights=w2, gemm2_weights_scale=s2,
-            gemm1_alphas=alphas[0], gemm2_alphas=alphas[1], activation_scale=torch.tensor([50.0]), **shared | options,
-        )  # fmt: skip
-        both = reference.fp4_values(w1, s1).view(E, HALF, 2, HIDDEN) / 16
-        return base, torch.cat([both[:, :, 1], both[:, :, 0]], 1), reference.fp4_values(w2, s2) / 16
-    blocks = [
-        torch.rand(E, n // 128, k // 128, generator=generator) / 448 for n, k in ((2 * HALF, HIDDEN), (HIDDEN, HALF))
-    ]
-    codes = [
-        (w / s.repeat_interleave(128, 1).repeat_interleave(128, 2)).clamp(-448, 448).to(torch.float8_e4m3fn)
-        for w, s in zip((torch.cat([up, gate], 1), down), blocks)
-    ]
-    base = BaseExperts(
-        gemm1_weights=codes[0], gemm1_weights_scale=blocks[0], gemm2_weights=codes[1], gemm2_weights_scale=blocks[1],
-        **shared | options,
-    )  # fmt: skip
-    both = reference.fp8_values(codes[0], blocks[0])
-    return base, both.roll(HALF, 1), reference.fp8_values(codes[1], blocks[1])
-
-
-def expected(
-    case: MoeCase, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *, lora: bool, first: int = 0
-) -> torch.Tensor:
-    """float64 [T, H]; x what the base experts see, which are those from `first` on."""
-    weights, out = case.weights.to(torch.bfloat16).double(), torch.zeros(len(x), HIDDEN, dtype=torch.float64)
-    adapted = {pair: (slot, rank) for pair, slot, _, rank in case.with_delta()} if lora else {}
-    max_rank = case.down_a.shape[2]
-    for pair, expert in enumerate(case.topk_ids.flatten().tolist()):
-        token = pair // case.topk_ids.shape[1]
-        if not first <= expert < first + E:
-            continue
-        both, slot, rank = gate_up[expert - first] @ x[token], *adapted.get(pair, (0, 0))
-        for s in (0, 1) if rank else ():
-            a = case.gate_up_a[slot, expert, s * max_rank :][:rank].double() @ case.x[token].double()
-            both[s * HALF : (s + 1) * HALF] += (
-                case.gate_up_b[slot, expert, s * HALF : (s + 1) * HALF, :rank].double() @ a
-            )
-        hidden = torch.nn.functional.silu(both[:HALF]) * both[HALF:]
-        y = down[expert - first] @ hidden
-        if rank:
-            y += case.down_b[slot, expert, :, :rank].double() @ (case.down_a[slot, expert, :rank].double() @ hidden)
-        out[token] += weights.flatten()[pair] * y
-    return out
+    options = dict(fast_math=False, pdl=False) | options
+    return layers.make_base(layers.Library(), fp4, E, HIDDEN, HALF, torch.float16, "cpu", **options)
 
 
 def serve(base: BaseExperts, case: MoeCase) -> tuple[torch.Tensor, torch.Tensor]:
     """The stages' output, and the x that the base experts saw."""
     buffers = (case.gate_up_a, case.gate_up_b, case.down_a, case.down_b)
     experts = moe.Experts("sm100", None, *buffers, None, fast_math=False, pdl=False)
-    if base.is_fp4:
-        codes, scale = quantize_fp4(case.x.float())
-        seen = reference.fp4_values(codes, scale)
-    else:
-        codes, scale = quantize_fp8(case.x.float())
-        seen = codes.double() * scale.double().repeat_interleave(128, 1)
-        scale = scale.T.contiguous()
+    codes, scale, seen = layers.quantized(base, case.x)
     out = sm100.run(base, experts, case.x, codes, scale, case.topk_ids, case.weights, case.row_slots, case.slot_ranks)
     return out, seen
-
-
-def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((got.double() - wanted).pow(2).mean() / wanted.pow(2).mean()).sqrt().item()
 
 
 def case_of(tokens: int, **options) -> MoeCase:
@@ -123,10 +46,6 @@ def align(ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Tenso
     return routing.sorted_pairs, routing.block_experts, routing.padded
 
 
-ROUNDING = {False: 0.09, True: 0.16}
-"""Of gate_up (FP8 alone) and of the activation, relative to what is rounded."""
-
-
 @interpreted
 @pytest.mark.parametrize("fp4", [False, True], ids=["fp8", "fp4"])
 @pytest.mark.parametrize(("tokens", "tile"), [(1, 8), (24, 8), (90, 32), (260, None)])
@@ -135,7 +54,7 @@ def test_the_stages_are_a_mixture_of_experts_with_lora(tokens, tile, fp4, monkey
     monkeypatch.setattr(stock, "align", align)
     case = case_of(tokens, none_every=0 if tokens == 1 else 4)
     got, seen = serve(base, case)
-    wanted, plain = (expected(case, seen, gate_up, down, lora=lora) for lora in (True, False))
+    wanted, plain = (expected(base, case, seen, gate_up, down, lora=lora) for lora in (True, False))
     assert error(got, wanted) < ROUNDING[fp4] < 0.5 < error(got, plain)
     none = case.row_slots < 0
     assert tokens == 1 or error(got[none], plain[none]) < ROUNDING[fp4]
@@ -149,7 +68,7 @@ def test_experts_of_other_ranks(fp4):
     case = case_of(24, experts=3 * E)
     assert len({int(expert) // E for expert in case.topk_ids.flatten()}) == 3
     got, seen = serve(base, case)
-    wanted, plain = (expected(case, seen, gate_up, down, lora=lora, first=E) for lora in (True, False))
+    wanted, plain = (expected(base, case, seen, gate_up, down, lora=lora) for lora in (True, False))
     assert error(got, wanted) < ROUNDING[fp4] < 0.4 < error(got, plain)
 
 
