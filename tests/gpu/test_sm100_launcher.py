@@ -98,3 +98,42 @@ def test_a_gemm_without_kernels_is_refused(library):
     layer.base.require_kernels(4)
     with pytest.raises(RuntimeError, match="No kernel found"):
         library.lora_fastpath_kernels(False, True, 512, 512, 8, 8, 2, 256)
+
+
+def routed(library, tokens: int, top_k: int):
+    """A batch without adapters, in rows as FlashInfer sorts them."""
+    layer, *_ = make_layer(library, False, tokens, top_k)
+    case = layer.case
+    rows = layer.base.route(case.topk_ids, case.weights.to(torch.bfloat16))
+    case.row_slots.fill_(-1)
+    return layer, case, rows, int(rows.in_use)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 10), (64, 8), (700, 4), (4096, 2)])
+def test_activation_without_a_delta_has_the_bits_of_flashinfers(library, tokens, top_k):
+    layer, case, rows, used = routed(library, tokens, top_k)
+    count = max(rows.count, 1)
+    gate_up = (torch.randn(count, 2 * HALF, device="cuda") * 3).to(torch.float8_e4m3fn)
+    gate_up[::7] = 0
+    scales = torch.rand(2 * HALF // 128 * count, device="cuda") * torch.logspace(-6, 1, 2 * HALF // 128 * count, device="cuda")
+    wanted = torch.zeros(count, HALF, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    wanted_scales = torch.zeros(HALF // 128 * count, device="cuda")
+    library.flashinfer_activate(gate_up, scales, rows.permuted, rows.in_use, wanted, wanted_scales)
+    out = torch.empty(tokens * top_k, HALF, dtype=torch.bfloat16, device="cuda")
+    codes, code_scales = layer.base.activate(gate_up, scales, None, case.routing(16), rows, out)
+    own = rows.permuted.flatten().long()
+    blocks = HALF // 128 * used
+    ours, theirs = (s[:blocks].view(-1, used)[:, own] for s in (code_scales, wanted_scales))
+    assert torch.equal(ours, theirs)
+    assert torch.equal(codes[own].view(torch.uint8), wanted[own].view(torch.uint8))
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (7, 10), (64, 8), (700, 4), (4096, 2)])
+def test_sum_without_a_delta_has_the_bits_of_flashinfers(library, tokens, top_k):
+    layer, case, rows, _ = routed(library, tokens, top_k)
+    y = torch.randn(rows.count, HIDDEN, device="cuda").to(torch.bfloat16)
+    weights = case.weights.to(torch.bfloat16)
+    wanted, got = torch.empty_like(case.x), torch.empty_like(case.x)
+    library.flashinfer_finalize(y, weights, rows.permuted, rows.in_use, layer.base.num_experts, wanted)
+    layer.base.finalize(y, None, weights.float(), case.routing(16), rows, got)
+    assert torch.equal(got, wanted)

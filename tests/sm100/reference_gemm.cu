@@ -1,6 +1,7 @@
 // FlashInfer's TrtllmGenBatchedGemmRunner for a GPU that is not a Blackwell: plain loops in its place, linked instead of it.
 // Weights and their scales are taken as [expert, column, k], unshuffled; rows and activations' scales as the real one has
-// them. Like the real one it has nothing for a GEMM that FlashInfer ships no kernel for.
+// them. Like the real one it has nothing for a GEMM that FlashInfer ships no kernel for. And FlashInfer's own activation and
+// sum, which run on such a GPU, to compare ours with.
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -8,6 +9,8 @@
 #include "flashinfer/exception.h"
 #include "flashinfer/trtllm/batched_gemm/KernelRunner.h"
 #include "flashinfer/trtllm/batched_gemm/trtllmGen_bmm_export/BatchedGemmInterface.h"
+#include "flashinfer/trtllm/fused_moe/DevKernel.h"
+#include "tvm_ffi_utils.h"
 
 namespace tensorrt_llm::kernels {
 namespace {
@@ -131,3 +134,47 @@ void TrtllmGenBatchedGemmRunner::run(
 }
 
 }  // namespace tensorrt_llm::kernels
+
+namespace lora_fastpath_reference {
+
+namespace dtypes = batchedGemm::trtllm::gen;
+
+// FlashInfer's, of FP8 blocks: gate_up e4m3 [rows, 2I] and its scales into out e4m3 [rows, I] and its scales.
+void activate(TensorView gate_up, TensorView scales, TensorView permuted, TensorView in_use, TensorView out,
+              TensorView out_scales) {
+  moe::dev::activation::Data data{};
+  data.mDtypeElt = dtypes::Dtype::E4m3;
+  data.mUseDeepSeekFp8 = true;
+  data.inPtr = gate_up.data_ptr();
+  data.outPtr = out.data_ptr();
+  data.inDqSfsPtr = static_cast<float*>(scales.data_ptr());
+  data.outDqSfsPtr = static_cast<float*>(out_scales.data_ptr());
+  data.innerDim = gate_up.size(1);
+  data.numTokens = permuted.size(0);
+  data.topK = permuted.size(1);
+  data.expandedIdxToPermutedIdx = static_cast<int*>(permuted.data_ptr());
+  data.totalNumPaddedTokens = static_cast<int*>(in_use.data_ptr());
+  moe::dev::activation::run(data, get_stream(gate_up.device()));
+}
+
+// FlashInfer's, of BF16: y [rows, H] times BF16 weights [T, top_k], summed into out [T, H].
+void finalize(TensorView y, TensorView weights, TensorView permuted, TensorView in_use, int64_t experts, TensorView out) {
+  moe::dev::finalize::Data data{};
+  data.mDtypeElt = dtypes::Dtype::Bfloat16;
+  data.mDtypeExpW = dtypes::Dtype::Bfloat16;
+  data.inPtr = y.data_ptr();
+  data.outPtr = out.data_ptr();
+  data.expertWeightsPtr = weights.data_ptr();
+  data.expandedIdxToPermutedIdx = static_cast<int*>(permuted.data_ptr());
+  data.numTokens = permuted.size(0);
+  data.numExperts = experts;
+  data.topK = permuted.size(1);
+  data.hiddenDim = data.hiddenDimPadded = y.size(1);
+  data.totalNumPaddedTokens = static_cast<int*>(in_use.data_ptr());
+  moe::dev::finalize::run(data, get_stream(y.device()));
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(flashinfer_activate, activate);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(flashinfer_finalize, finalize);
+
+}  // namespace lora_fastpath_reference
