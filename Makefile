@@ -9,7 +9,7 @@ VENV := .venv
 SGLANG := sglang==0.5.12.post1
 # the release of transformers that sglang 0.5.12 pins does not import with kernels 0.13
 # and the compiler of the CUDA that it brings, for the test that compiles our CUDA
-ALSO := kernels<0.13 nvidia-cuda-nvcc~=13.0.0
+ALSO := kernels<0.13 nvidia-cuda-nvcc~=13.0.0 nvidia-nvvm~=13.0.0 nvidia-cuda-crt~=13.0.0
 NEXT_FLASHINFER := 0.6.12
 PYTHON := $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
