@@ -67,6 +67,8 @@ def attach(name: str, layer: torch.nn.Module, adapter_map: Any, checked: dict[tu
             raise Unfit(checked[served.shape])
     except (Unfit, ValueError) as error:
         raise _unserved(name, str(error)) from error
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user wants to know a way out
+        raise _unserved(name, f"{type(error).__name__}: {error}") from error
     layer.lora_fastpath = served
     layer.forward = functools.partial(forward, layer)
     adapter_map.sites.add(SITE)

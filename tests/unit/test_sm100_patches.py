@@ -189,8 +189,12 @@ def test_what_cannot_be_served_is_an_error_with_a_way_out(backend, monkeypatch):
     def unfit(*_: object) -> None:
         raise Unfit("too small")
 
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no room")
+
     for name, replaced, reason in (
         ("self_check", lambda served: "self-check: wrong", "self-check: wrong"),
+        ("self_check", out_of_memory, "MemoryError: no room"),
         ("serve", unfit, "too small"),
         ("registry", types.SimpleNamespace(is_bound=lambda name: name != "moe"), "site moe is not in service"),
     ):
