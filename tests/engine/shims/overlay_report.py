@@ -30,7 +30,7 @@ SHAPES = {
 of the expert kernels is a pair of a token and an expert."""
 
 
-LOOKED_AT = ("sglang.srt.lora.", "sglang.srt.models.deepseek", "sglang.srt.server_args", "flashinfer.jit.fused_moe")
+LOOKED_AT = ("sglang.srt.lora.", "sglang.srt.models.deepseek")
 """What the names of modules begin with in which sglang's own code is looked for and ours must be found."""
 
 
